@@ -1,0 +1,151 @@
+"""Retrieval losses and hard-negative sampling: tensors in, tensors out, one process's view.
+
+``training/`` gathers over ranks before it calls these.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def positive_pairs(image_ids: Tensor, caption_ids: Tensor, other_image_ids: Tensor, other_caption_ids: Tensor) -> Tensor:
+    """(B, M) bool: row i and column j belong together, as the same picture or the same caption text.
+
+    Args:
+        image_ids, caption_ids: (B,) int64 of the rows; ``other_*``: (M,) of the columns.
+    """
+    return (image_ids[:, None] == other_image_ids) | (caption_ids[:, None] == other_caption_ids)
+
+
+def info_nce(
+    image_emb: Tensor,
+    text_emb: Tensor,
+    logit_scale: Tensor,
+    positives: Tensor | None = None,
+    *,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """Symmetric InfoNCE over one batch of pairs (CLIP, arXiv:2103.00020, fig. 3).
+
+    Args:
+        image_emb: (B, E) unit vectors; row i belongs with row i of ``text_emb``.
+        text_emb: (B, E) unit vectors.
+        logit_scale: scalar, multiplies cosines (the inverse of a temperature).
+        positives: (B, B) bool, True where image i and text j match; None means the diagonal. Each row spreads its
+            target evenly over its positives (the L_out form of arXiv:2004.11362, eq. 2), so that two captions of one
+            image in a batch never count against each other.
+        label_smoothing: share of each target spread over the whole row.
+
+    Returns:
+        Scalar float32, nats per query, averaged over both directions.
+    """
+    logits = logit_scale * image_emb.float() @ text_emb.float().T  # (B, B): image rows, text columns
+    if positives is None:
+        target = torch.arange(len(logits), device=logits.device)
+        rows, columns = target, target
+    else:
+        hits = positives.to(logits.dtype)
+        rows, columns = hits / hits.sum(1, keepdim=True), hits.T / hits.T.sum(1, keepdim=True)
+    smooth = dict(label_smoothing=label_smoothing)
+    return (F.cross_entropy(logits, rows, **smooth) + F.cross_entropy(logits.T, columns, **smooth)) / 2
+
+
+def sigmoid_loss(
+    image_emb: Tensor, text_emb: Tensor, logit_scale: Tensor, positives: Tensor | None = None, *, logit_bias: Tensor
+) -> Tensor:
+    """Pairwise sigmoid loss (SigLIP, arXiv:2303.15343, eq. 1).
+
+    Args:
+        image_emb, text_emb, logit_scale, positives: as in :func:`info_nce`.
+        logit_bias: scalar added to every scaled cosine.
+
+    Returns:
+        Scalar float32, nats per image: summed over texts, averaged over images, as in the paper.
+    """
+    logits = logit_scale * image_emb.float() @ text_emb.float().T + logit_bias
+    if positives is None:
+        positives = torch.eye(*logits.shape, dtype=torch.bool, device=logits.device)
+    return F.softplus(torch.where(positives, -logits, logits)).sum() / len(logits)
+
+
+def max_hinge(
+    image_emb: Tensor,
+    text_emb: Tensor,
+    logit_scale: Tensor | None = None,
+    positives: Tensor | None = None,
+    *,
+    margin: float = 0.2,
+) -> Tensor:
+    """Hinge with the hardest negative of the batch (VSE++, arXiv:1707.05612, eq. 6), on cosines.
+
+    Args:
+        image_emb, text_emb, positives: as in :func:`info_nce`; ``logit_scale`` is taken and not used.
+        margin: in cosine.
+
+    Returns:
+        Scalar float32, summed over both directions, averaged over pairs. A row without a negative contributes 0.
+    """
+    cosine = image_emb.float() @ text_emb.float().T
+    if positives is None:
+        positives = torch.eye(*cosine.shape, dtype=torch.bool, device=cosine.device)
+    own = cosine.diagonal()
+    negatives = cosine.masked_fill(positives, -torch.inf)
+    hardest_text, hardest_image = negatives.max(1).values, negatives.max(0).values
+    return ((margin + hardest_text - own).clamp(min=0) + (margin + hardest_image - own).clamp(min=0)).mean()
+
+
+class HardNegatives(NamedTuple):
+    """``index`` (B, K) int64: the negatives drawn for each row; ``drawn`` (B,) bool: False where a row has none."""
+
+    index: Tensor
+    drawn: Tensor
+
+
+def sample_hard_negatives(
+    scores: Tensor, positives: Tensor, count: int = 1, *, generator: torch.Generator | None = None
+) -> HardNegatives:
+    """Draws negatives in proportion to exp(score), among those that are none of the row's positives (ALBEF, arXiv:2107.07651).
+
+    Args:
+        scores: (B, M) scaled similarities, any finite range.
+        positives: (B, M) bool, never drawn.
+        count: K, how many for each row; with replacement where a row has fewer.
+        generator: for a repeatable draw.
+
+    Returns:
+        :class:`HardNegatives`; a row whose every column is a positive draws nothing (its ``index`` is 0, ``drawn`` False).
+    """
+    drawn = ~positives.all(1)
+    # exp(score + Gumbel) ranks as draws without replacement do, in log space: no probability can underflow to a zero sum
+    uniform = torch.rand(scores.shape, generator=generator, device=scores.device, dtype=torch.float32)
+    keys = scores.detach().float() - torch.log(-torch.log(uniform.clamp(1e-20, 1 - 1e-7)))
+    keys = keys.masked_fill(positives, -torch.inf)
+    available = (~positives).sum(1).clamp(min=1)
+    order = keys.topk(min(count, keys.shape[1]), dim=1).indices  # positives (-inf) come last
+    turn = torch.arange(count, device=scores.device)[None] % available[:, None].clamp(max=order.shape[1])
+    index = order.gather(1, turn)
+    return HardNegatives(index.masked_fill(~drawn[:, None], 0), drawn)
+
+
+def matching_loss(positive: Tensor, negatives: Tensor, valid: Tensor | None = None) -> Tensor:
+    """Binary cross-entropy of matching logits: pairs that belong together against pairs that do not.
+
+    Args:
+        positive: (B,) logits of true pairs.
+        negatives: (N,) logits of false pairs.
+        valid: (N,) bool, False for places where no negative could be drawn.
+
+    Returns:
+        Scalar float32, nats; true and false pairs weigh one half each, however many there are of either. Without any
+        valid negative the true pairs count alone.
+    """
+    true = F.softplus(-positive.float()).mean()
+    wrong = F.softplus(negatives.float())
+    if valid is None:
+        valid = torch.ones_like(wrong, dtype=torch.bool)
+    false = torch.where(valid, wrong, 0).sum() / valid.sum().clamp(min=1)
+    return (true + false) / 2

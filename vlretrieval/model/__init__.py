@@ -1,0 +1,1 @@
+"""The network, floor by floor: attention -> transformer -> encoders -> crossmodal -> retrieval_model."""

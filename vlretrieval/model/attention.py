@@ -1,0 +1,272 @@
+"""The one attention core: multi-head, grouped-query and multi-query, self and cross.
+
+It knows nothing of text, pictures or positions. Encoders and cross-modal heads stand on it; whoever wants to look at a
+head or close it sets :attr:`MultiHeadAttention.observer` or :attr:`MultiHeadAttention.gate` from outside.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Rotate = Callable[[Tensor], Tensor]
+
+
+class KeyValue(NamedTuple):
+    """Projected keys and values of one context, ready to be attended to again and again.
+
+    Both are (B, G, L, D) with G the number of key/value heads.
+    """
+
+    key: Tensor
+    value: Tensor
+
+    def index(self, rows: Tensor) -> KeyValue:
+        """The K/V of the given batch rows, (len(rows), G, L, D)."""
+        return KeyValue(self.key[rows], self.value[rows])
+
+    @property
+    def nbytes(self) -> int:
+        return self.key.nbytes + self.value.nbytes
+
+
+def join_masks(key_mask: Tensor | None, mask: Tensor | None) -> Tensor | None:
+    """One bool mask that broadcasts to (B, H, Lq, Lk); True = may attend.
+
+    Args:
+        key_mask: (B, Lk), True on the keys that are there (False on padding).
+        mask: (Lq, Lk), (B, Lq, Lk) or (B, H or 1, Lq, Lk).
+    """
+    if mask is not None:
+        if mask.dtype != torch.bool:
+            raise ValueError(f"mask is {mask.dtype}; give a bool mask, True where a query may attend")
+        mask = mask[:, None] if mask.ndim == 3 else mask
+    if key_mask is None:
+        return mask
+    if key_mask.dtype != torch.bool:
+        raise ValueError(f"key_mask is {key_mask.dtype}; give a bool mask, True on the keys that are there")
+    key_mask = key_mask[:, None, None, :]  # (B, 1, 1, Lk)
+    return key_mask if mask is None else key_mask & mask
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *, dropout: float = 0.0, causal: bool = False
+) -> Tensor:
+    """softmax(Q K^T / sqrt(D)) V, per head (Vaswani et al. 2017, arXiv:1706.03762, eq. 1).
+
+    Args:
+        query: (B, H, Lq, D).
+        key, value: (B, G, Lk, D); G divides H, and query heads share K/V in G runs of H / G (GQA, arXiv:2305.13245).
+            They are read in place, never repeated in memory.
+        mask: bool, broadcasts to (B, H, Lq, Lk), True = may attend.
+        dropout: probability with which a weight is dropped.
+        causal: query i sees keys 0 .. i only; on top of ``mask``.
+
+    Returns:
+        (B, H, Lq, D). A row that may attend to no key is 0, and passes no gradient.
+    """
+    if causal and mask is not None:  # the fused kernels take one or the other
+        mask, causal = mask & _causal(query.shape[-2], key.shape[-2], query.device), False
+    grouped = query.shape[1] != key.shape[1]
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=causal, enable_gqa=grouped
+    )
+
+
+def attention_weights(query: Tensor, key: Tensor, mask: Tensor | None = None, *, causal: bool = False) -> Tensor:
+    """The weights that :func:`attend` uses, written out: (B, H, Lq, Lk) float32, every row sums to 1.
+
+    A row that may attend to no key is 0, as in :func:`attend`. Memory O(B H Lq Lk): for looking, not for training.
+    """
+    groups = query.shape[1] // key.shape[1]
+    key = key.repeat_interleave(groups, dim=1) if groups > 1 else key
+    scores = (query.float() @ key.float().mT) / math.sqrt(query.shape[-1])
+    if causal:
+        allowed = _causal(query.shape[-2], key.shape[-2], query.device)
+        mask = allowed if mask is None else mask & allowed
+    if mask is None:
+        return scores.softmax(-1)
+    # softmax over a row of -inf is NaN; the fused kernels give 0 there, and looking must not change what is seen
+    return scores.masked_fill(~mask, -math.inf).softmax(-1).nan_to_num(0.0)
+
+
+def _causal(queries: int, keys: int, device: torch.device) -> Tensor:
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril()
+
+
+class MultiHeadAttention(nn.Module):
+    """Multi-head attention with merged projections: MHA, GQA or MQA, self or cross.
+
+    With ``context_dim=None`` it is self-attention and Q, K, V come from one matrix product; with a ``context_dim`` it is
+    cross-attention and K, V come from one product over the context. Weights: (H D + 2 G D) dim for the projections and
+    (H D) dim for W_O, so 4 dim^2 for MHA with head_dim = dim / H, whatever H is.
+
+    Args:
+        dim: width of the queries and of the output.
+        num_heads: query heads H.
+        num_kv_heads: key/value heads G, shared by runs of H / G query heads. None = H (MHA), 1 = MQA
+            (arXiv:1911.02150), in between GQA (arXiv:2305.13245).
+        head_dim: width D of a head; None = dim / H. Free, so that two cross-modal heads can keep a width of 64.
+        context_dim: width of the context; None for self-attention.
+        bias: whether the four projections have a bias.
+        qk_norm: RMS-normalise queries and keys per head (arXiv:2302.05442), which bounds the scores.
+        dropout: probability of dropping an attention weight, in training only.
+        causal: query i sees keys 0 .. i only.
+        head_seeds: one seed per key/value group, from which that group's projections are drawn; None draws all
+            from torch's global state.
+
+    Raises:
+        ValueError: if a head count does not divide what it has to.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        context_dim: int | None = None,
+        bias: bool = True,
+        qk_norm: bool = False,
+        dropout: float = 0.0,
+        causal: bool = False,
+        head_seeds: Sequence[int] | None = None,
+    ):
+        super().__init__()
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if num_heads < 1 or num_kv_heads < 1:
+            raise ValueError(f"num_heads={num_heads}, num_kv_heads={num_kv_heads}: both must be at least 1")
+        if head_dim is None:
+            if dim % num_heads:
+                fit = _nearest_divisor(dim, num_heads)
+                raise ValueError(f"num_heads={num_heads} does not divide dim={dim}; the nearest that does is {fit}")
+            head_dim = dim // num_heads
+        if num_heads % num_kv_heads:
+            fit = _nearest_divisor(num_heads, num_kv_heads)
+            raise ValueError(
+                f"num_kv_heads={num_kv_heads} does not divide num_heads={num_heads}; the nearest that does is {fit}"
+            )
+        if not 0.0 <= dropout < 1.0:
+            raise ValueError(f"dropout={dropout} is not a probability below 1")
+        self.dim, self.context_dim = dim, context_dim
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        self.dropout, self.causal = dropout, causal
+
+        inner, inner_kv = num_heads * head_dim, num_kv_heads * head_dim
+        if context_dim is None:
+            self.qkv = nn.Linear(dim, inner + 2 * inner_kv, bias=bias)
+        else:
+            self.q = nn.Linear(dim, inner, bias=bias)
+            self.kv = nn.Linear(context_dim, 2 * inner_kv, bias=bias)
+        self.q_norm = nn.RMSNorm(head_dim) if qk_norm else None
+        self.k_norm = nn.RMSNorm(head_dim) if qk_norm else None
+        self.out = nn.Linear(inner, dim, bias=bias)  # W_O mixes the heads
+
+        self.gate: Tensor | None = None  # (H,) multiplies each head's output; ablation closes heads with exact zeros
+        self.observer: Callable[[Tensor], None] | None = None  # is handed the (B, H, Lq, Lk) weights of each call
+        self.reset_parameters(head_seeds)
+
+    def reset_parameters(self, head_seeds: Sequence[int] | None = None) -> None:
+        """Glorot-uniform for each of Q, K, V and W_O on its own (not for the merged matrix, whose fan would be wrong)."""
+        if head_seeds is not None and len(head_seeds) != self.num_kv_heads:
+            raise ValueError(f"head_seeds has {len(head_seeds)} seeds for {self.num_kv_heads} key/value groups")
+        rows_q, rows_kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        if self.context_dim is None:
+            q, k, v = self.qkv.weight.split([rows_q, rows_kv, rows_kv])
+        else:
+            q, (k, v) = self.q.weight, self.kv.weight.split([rows_kv, rows_kv])
+        with torch.no_grad():
+            for weight in (q, k, v):
+                bound = math.sqrt(6.0 / (weight.shape[0] + weight.shape[1]))
+                for group, head in enumerate(weight.chunk(self.num_kv_heads)):
+                    if head_seeds is None:
+                        head.uniform_(-bound, bound)
+                    elif not head.is_meta:
+                        generator = torch.Generator(head.device).manual_seed(head_seeds[group])
+                        # the same group draws other numbers for Q, K and V
+                        generator.manual_seed(generator.initial_seed() * 3 + (weight is k) + 2 * (weight is v))
+                        head.uniform_(-bound, bound, generator=generator)
+            nn.init.xavier_uniform_(self.out.weight)
+            for module in self.children():
+                if isinstance(module, nn.Linear) and module.bias is not None:
+                    nn.init.zeros_(module.bias)
+
+    def forward(
+        self,
+        x: Tensor,
+        context: Tensor | KeyValue | None = None,
+        *,
+        key_mask: Tensor | None = None,
+        mask: Tensor | None = None,
+        rotate: Rotate | None = None,
+    ) -> Tensor:
+        """
+        Args:
+            x: (B, Lq, dim), where the queries come from.
+            context: where keys and values come from: (B, Lk, context_dim), or what :meth:`project_context` kept of it.
+                None = ``x`` itself (self-attention only). A self-attention also takes a (B, Lk, dim) context, of
+                which ``x`` may be a few rows: then only those rows are computed.
+            key_mask: (B, Lk) bool, True on the keys that are there.
+            mask: (Lq, Lk), (B, Lq, Lk) or (B, H or 1, Lq, Lk) bool, True = may attend.
+            rotate: applied to queries and keys, (B, H, L, D) -> same shape (rotary positions).
+
+        Returns:
+            (B, Lq, dim). A query that may attend to nothing gets W_O's bias alone (0 without bias).
+        """
+        query, kept = self._project(x, context, rotate)
+        mask = join_masks(key_mask, mask)
+        heads = attend(
+            query, kept.key, kept.value, mask, dropout=self.dropout if self.training else 0.0, causal=self.causal
+        )  # (B, H, Lq, D)
+        if self.observer is not None:  # computed beside, so that looking cannot change the output
+            self.observer(attention_weights(query, kept.key, mask, causal=self.causal))
+        if self.gate is not None:
+            heads = heads * self.gate.to(heads.dtype)[:, None, None]
+        return self.out(heads.transpose(1, 2).flatten(2))  # (B, Lq, H * D) -> (B, Lq, dim)
+
+    def project_context(self, context: Tensor, *, rotate: Rotate | None = None) -> KeyValue:
+        """Keys and values of a context (B, Lk, context_dim or dim), to be passed as ``context`` any number of times."""
+        if self.context_dim is None:
+            return self._split_kv(_rows(self.qkv, self.num_heads * self.head_dim, None, context), rotate)
+        return self._split_kv(self.kv(context), rotate)
+
+    def _project(self, x: Tensor, context: Tensor | KeyValue | None, rotate: Rotate | None) -> tuple[Tensor, KeyValue]:
+        inner, heads, groups = self.num_heads * self.head_dim, self.num_heads, self.num_kv_heads
+        if self.context_dim is None and context is None:  # self-attention: one product for Q, K and V
+            qkv = self.qkv(x).unflatten(-1, (heads + 2 * groups, self.head_dim)).transpose(1, 2)
+            query, key, value = qkv.split([heads, groups, groups], dim=1)  # views: making them contiguous costs more
+            return self._prepare(query, self.q_norm, rotate), KeyValue(self._prepare(key, self.k_norm, rotate), value)
+        if context is None:
+            raise ValueError("cross-attention needs a context: (B, Lk, context_dim), or what project_context gave")
+        query = self.q(x) if self.context_dim is not None else _rows(self.qkv, None, inner, x)
+        query = self._prepare(query.unflatten(-1, (heads, self.head_dim)).transpose(1, 2), self.q_norm, rotate)
+        return query, context if isinstance(context, KeyValue) else self.project_context(context, rotate=rotate)
+
+    def _split_kv(self, kv: Tensor, rotate: Rotate | None) -> KeyValue:
+        kv = kv.unflatten(-1, (2 * self.num_kv_heads, self.head_dim)).transpose(1, 2)
+        key, value = kv.chunk(2, dim=1)  # (B, G, Lk, D)
+        return KeyValue(self._prepare(key, self.k_norm, rotate), value)
+
+    @staticmethod
+    def _prepare(heads: Tensor, norm: nn.Module | None, rotate: Rotate | None) -> Tensor:
+        heads = heads if norm is None else norm(heads)
+        return heads if rotate is None else rotate(heads)
+
+    def extra_repr(self) -> str:
+        kind = "self" if self.context_dim is None else "cross"
+        return f"{kind}, dim={self.dim}, heads={self.num_heads}, kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"
+
+
+def _rows(linear: nn.Linear, start: int | None, stop: int | None, x: Tensor) -> Tensor:
+    """A product with some output rows of a merged projection; the slice is a view, nothing is copied."""
+    return F.linear(x, linear.weight[start:stop], None if linear.bias is None else linear.bias[start:stop])
+
+
+def _nearest_divisor(of: int, to: int) -> int:
+    return min((n for n in range(1, of + 1) if of % n == 0), key=lambda n: (abs(n - to), n))

@@ -1,0 +1,263 @@
+"""Cross-modal heads: one modality's tokens query the other's, and a matching logit says whether the two belong together.
+
+Text-to-image heads find the region that a word means, image-to-text heads the words that a region means; ``joint`` is one
+stream over both (the ViLT way), for comparison. The first two attend to kept keys and values, so that re-ranking projects a
+gallery picture once, however many captions it meets.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from vlretrieval.model.attention import KeyValue, MultiHeadAttention
+from vlretrieval.model.transformer import Block, Transformer, pool_tokens
+
+
+@dataclass
+class Encoded:
+    """One modality of a batch: embedding (B, E) unit float32, tokens (B, T, dim), mask (B, T) bool or None (all real)."""
+
+    embedding: Tensor
+    tokens: Tensor
+    mask: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.embedding)
+
+    def index(self, rows: Tensor | slice) -> Encoded:
+        """The given rows, in the given order."""
+        return Encoded(self.embedding[rows], self.tokens[rows], None if self.mask is None else self.mask[rows])
+
+
+@dataclass
+class Kept:
+    """What re-ranking keeps of N pictures.
+
+    ``text_to_image`` holds the K/V of each text-to-image layer, ``tokens`` (N, P, dim) what image-to-text heads query with
+    (None where there are none).
+    """
+
+    text_to_image: tuple[KeyValue, ...]
+    tokens: Tensor | None
+    mask: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.tokens) if self.tokens is not None else len(self.text_to_image[0].key)
+
+    def index(self, rows: Tensor | slice) -> Kept:
+        """The given pictures, in the given order."""
+        return Kept(
+            tuple(KeyValue(kv.key[rows], kv.value[rows]) for kv in self.text_to_image),
+            None if self.tokens is None else self.tokens[rows],
+            None if self.mask is None else self.mask[rows],
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes kept, all pictures together."""
+        return sum(kv.nbytes for kv in self.text_to_image) + (0 if self.tokens is None else self.tokens.nbytes)
+
+
+class CrossModalHead(nn.Module):
+    """A stack of cross-attention blocks from one modality to the other, pooled to one matching logit a pair.
+
+    Args:
+        dim: width of the querying tokens.
+        context_dim: width of the tokens that are queried.
+        num_heads: cross-modal heads in each block.
+        depth: blocks. With ``pool="first"`` the last block computes the first token alone.
+        num_kv_heads: key/value heads (None = MHA, 1 = MQA), which sets what is kept of a gallery item.
+        head_dim: width of a cross-modal head; None = dim / num_heads.
+        self_heads: heads of the self-attention among the querying tokens in each block; 0 leaves it out.
+        mlp_ratio: of the blocks' MLPs.
+        pool: "first" (class or start token) or "mean" over real querying tokens.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        context_dim: int,
+        num_heads: int,
+        depth: int,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        self_heads: int = 0,
+        mlp_ratio: float = 4.0,
+        pool: str = "first",
+        qk_norm: bool = False,
+        dropout: float = 0.0,
+        activation_checkpointing: bool = False,
+    ):
+        super().__init__()
+        if depth < 1:
+            raise ValueError(f"depth={depth}: a cross-modal head needs at least one block; set its head count to 0 to leave it out")
+        if pool not in ("first", "mean"):
+            raise ValueError(f"pool={pool!r} is not known for cross-modal heads; choose first or mean")
+        self.pool, self.activation_checkpointing = pool, activation_checkpointing
+        self.blocks = nn.ModuleList(
+            Block(
+                dim,
+                self_heads,
+                mlp_ratio=mlp_ratio,
+                dropout=dropout,
+                qk_norm=qk_norm,
+                cross=MultiHeadAttention(
+                    dim,
+                    num_heads,
+                    num_kv_heads=num_kv_heads,
+                    head_dim=head_dim,
+                    context_dim=context_dim,
+                    qk_norm=qk_norm,
+                ),
+            )
+            for _ in range(depth)
+        )
+        self.context_norm = nn.LayerNorm(context_dim)
+        self.norm = nn.LayerNorm(dim)
+        self.logit = nn.Linear(dim, 1)
+
+    def keep(self, context: Tensor) -> tuple[KeyValue, ...]:
+        """(C, Lc, context_dim) -> the keys and values of every block."""
+        context = self.context_norm(context)
+        return tuple(block.cross.project_context(context) for block in self.blocks)
+
+    def forward(
+        self,
+        queries: Tensor,
+        query_mask: Tensor | None,
+        context: tuple[KeyValue, ...],
+        context_mask: Tensor | None = None,
+    ) -> Tensor:
+        """
+        Args:
+            queries: (B, L, dim) tokens, mask (B, L) bool or None.
+            context: what :meth:`keep` gave for C contexts; each serves B / C consecutive rows of ``queries``.
+            context_mask: (C, Lc) bool or None.
+
+        Returns:
+            (B,) float32 matching logits.
+        """
+        x = queries
+        for number, (block, kept) in enumerate(zip(self.blocks, context, strict=True)):
+            last = number == len(self.blocks) - 1 and self.pool == "first"
+            arguments = dict(
+                key_mask=query_mask, context=kept, context_mask=context_mask, first=1 if last else None
+            )
+            if self.activation_checkpointing and self.training:
+                x = checkpoint(block, x, use_reentrant=False, **arguments)
+            else:
+                x = block(x, **arguments)
+        pooled = pool_tokens(x, None if self.pool == "first" else query_mask, self.pool)
+        return self.logit(self.norm(pooled)).squeeze(-1).float()
+
+
+class JointHead(nn.Module):
+    """One self-attention stream over text and patches with type embeddings (ViLT, arXiv:2102.03334), for comparison.
+
+    It mixes both from its first block on, so nothing of a gallery item can be kept but its tokens.
+    """
+
+    def __init__(self, text_dim: int, image_dim: int, num_heads: int, depth: int, *, dim: int | None = None, **block):
+        super().__init__()
+        dim = dim or text_dim
+        self.from_text, self.from_image = nn.Linear(text_dim, dim), nn.Linear(image_dim, dim)
+        self.type = nn.Parameter(torch.zeros(2, dim))
+        nn.init.trunc_normal_(self.type, std=0.02)
+        self.transformer = Transformer(dim, depth, num_heads, **block)
+        self.logit = nn.Linear(dim, 1)
+
+    def forward(self, image: Tensor, image_mask: Tensor | None, text: Tensor, text_mask: Tensor | None) -> Tensor:
+        """(B, P, image_dim) and (B, L, text_dim) with their masks -> (B,) float32 matching logits."""
+        stream = torch.cat([self.from_text(text) + self.type[0], self.from_image(image) + self.type[1]], dim=1)
+        mask = torch.cat([_full(text, text_mask), _full(image, image_mask)], dim=1)
+        return self.logit(self.transformer(stream, key_mask=mask)[:, 0]).squeeze(-1).float()
+
+
+def _full(tokens: Tensor, mask: Tensor | None) -> Tensor:
+    return torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device) if mask is None else mask
+
+
+class CrossModal(nn.Module):
+    """The cross-modal heads of a model and their matching logit, the sum of the kinds present.
+
+    Args:
+        text_dim, image_dim: widths of the two token streams.
+        text_to_image: heads with which text tokens query patches; 0 leaves them out.
+        image_to_text: heads with which patches query text tokens; 0 leaves them out.
+        joint: heads of a joint stream over both; 0 leaves it out.
+        text_to_image_depth, image_to_text_depth, joint_depth: blocks of each.
+        num_kv_heads: key/value heads of the first two kinds; None = MHA, 1 = MQA.
+        head_dim: width of a cross-modal head; None = token width / heads.
+        text_self_heads: heads of the self-attention among text tokens between text-to-image blocks; 0 leaves it out.
+        mlp_ratio, qk_norm, dropout, activation_checkpointing: of all blocks.
+    """
+
+    def __init__(
+        self,
+        text_dim: int,
+        image_dim: int,
+        text_to_image: int,
+        image_to_text: int,
+        joint: int = 0,
+        *,
+        text_to_image_depth: int = 2,
+        image_to_text_depth: int = 1,
+        joint_depth: int = 2,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        text_self_heads: int = 0,
+        mlp_ratio: float = 4.0,
+        qk_norm: bool = False,
+        dropout: float = 0.0,
+        activation_checkpointing: bool = False,
+    ):
+        super().__init__()
+        shared = dict(mlp_ratio=mlp_ratio, qk_norm=qk_norm, dropout=dropout, activation_checkpointing=activation_checkpointing)
+        crossed = dict(num_kv_heads=num_kv_heads, head_dim=head_dim, **shared)
+        self.text_to_image = (
+            CrossModalHead(
+                text_dim, image_dim, text_to_image, text_to_image_depth, self_heads=text_self_heads, pool="first", **crossed
+            )
+            if text_to_image
+            else None
+        )
+        # patches are averaged: one that no word explains is the evidence that something is left out
+        self.image_to_text = (
+            CrossModalHead(image_dim, text_dim, image_to_text, image_to_text_depth, pool="mean", **crossed)
+            if image_to_text
+            else None
+        )
+        self.joint = JointHead(text_dim, image_dim, joint, joint_depth, **shared) if joint else None
+
+    def __bool__(self) -> bool:
+        """Whether any kind is present."""
+        return any(kind is not None for kind in (self.text_to_image, self.image_to_text, self.joint))
+
+    def keep_image(self, image: Encoded) -> Kept:
+        """What serves every caption that N pictures will meet, projected once."""
+        return Kept(
+            self.text_to_image.keep(image.tokens) if self.text_to_image is not None else (),
+            image.tokens if self.image_to_text is not None or self.joint is not None else None,
+            image.mask,
+        )
+
+    def forward(self, image: Kept, text: Encoded) -> Tensor:
+        """(C pictures, B texts), each picture with its B / C consecutive texts -> (B,) float32 matching logits."""
+        logits = []
+        if self.text_to_image is not None:
+            logits.append(self.text_to_image(text.tokens, text.mask, image.text_to_image, image.mask))
+        if image.tokens is not None:
+            texts = len(text) // len(image.tokens)
+            patches = image.tokens if texts == 1 else image.tokens.repeat_interleave(texts, dim=0)
+            patch_mask = image.mask if image.mask is None or texts == 1 else image.mask.repeat_interleave(texts, dim=0)
+            if self.image_to_text is not None:
+                kept_text = self.image_to_text.keep(text.tokens)
+                logits.append(self.image_to_text(patches, patch_mask, kept_text, text.mask))
+            if self.joint is not None:
+                logits.append(self.joint(patches, patch_mask, text.tokens, text.mask))
+        return torch.stack(logits).sum(0)

@@ -1,0 +1,106 @@
+"""Position information, outside the attention core: added to tokens (learned, sinusoidal) or turned into heads (rotary).
+
+One-dimensional for text, two-dimensional for a grid of patches. ``prefix`` tokens (a class token) have no place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+KINDS = ("learned", "sinusoidal", "rotary", "none")
+
+
+def sinusoid(places: Tensor, dim: int, base: float = 10000.0) -> Tensor:
+    """(L,) places -> (L, dim): sines and cosines of falling frequency (arXiv:1706.03762, sec. 3.5)."""
+    angles = places[:, None] * base ** (-torch.arange(0, dim, 2, device=places.device) / dim)
+    return torch.cat([angles.sin(), angles.cos()], dim=-1)[:, :dim]
+
+
+def grid_places(height: int, width: int, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
+    """Row and column of every patch in reading order: two (height * width,) float tensors."""
+    rows, columns = torch.meshgrid(
+        torch.arange(height, device=device), torch.arange(width, device=device), indexing="ij"
+    )
+    return rows.flatten().float(), columns.flatten().float()
+
+
+class Positions(nn.Module):
+    """Positions of a sequence or of a patch grid, by a word in the config.
+
+    Args:
+        kind: "learned", "sinusoidal", "rotary" or "none".
+        dim: token width (learned and sinusoidal).
+        head_dim: head width (rotary); a multiple of 2 in one dimension, of 4 on a grid.
+        shape: (length,) for text or (rows, columns) for patches, the size it is trained for.
+        prefix: leading tokens without a place; rotary leaves them unturned, the others give them a learned or no offset.
+    """
+
+    def __init__(self, kind: str, dim: int, head_dim: int, shape: tuple[int, ...], *, prefix: int = 0):
+        super().__init__()
+        if kind not in KINDS:
+            raise ValueError(f"position={kind!r} is not known; choose one of {', '.join(KINDS)}")
+        turned = 2 * len(shape)
+        if kind == "rotary" and head_dim % turned:
+            raise ValueError(f"position=rotary needs a head_dim that is a multiple of {turned}, not {head_dim}")
+        if kind == "sinusoidal" and dim % turned:
+            raise ValueError(f"position=sinusoidal needs a dim that is a multiple of {turned}, not {dim}")
+        self.kind, self.dim, self.head_dim, self.shape, self.prefix = kind, dim, head_dim, tuple(shape), prefix
+        if kind == "learned":
+            self.weight = nn.Parameter(torch.empty(prefix + math.prod(shape), dim))
+            nn.init.trunc_normal_(self.weight, std=0.02)
+
+    def add(self, tokens: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
+        """Adds positions to (B, prefix + L, dim) tokens; a learned grid is interpolated to another ``shape``."""
+        if self.kind in ("rotary", "none"):
+            return tokens
+        shape = shape or (tokens.shape[1] - self.prefix, *self.shape[1:])
+        if self.kind == "learned":
+            return tokens + self._learned(shape).to(tokens.dtype)
+        places = self._places(shape, tokens.device)
+        table = torch.cat([sinusoid(axis, self.dim // len(places)) for axis in places], dim=-1)
+        return tokens + F.pad(table, (0, 0, self.prefix, 0)).to(tokens.dtype)
+
+    def rotate(self, shape: tuple[int, ...], device: torch.device) -> Callable[[Tensor], Tensor] | None:
+        """The turn of queries and keys (B, H, prefix + L, D) by their places (RoFormer, arXiv:2104.09864), or None.
+
+        On a grid one half of a head turns with the row and the other with the column.
+        """
+        if self.kind != "rotary":
+            return None
+        places = self._places(shape, device)
+        width = self.head_dim // len(places)
+        frequency = 10000.0 ** (-torch.arange(0, width, 2, device=device) / width) if width else None
+        angles = torch.cat([axis[:, None] * frequency for axis in places], dim=-1)  # (L, D / 2)
+        angles = F.pad(angles, (0, 0, self.prefix, 0))  # angle 0: a prefix token is not turned
+        cos, sin = angles.cos(), angles.sin()
+
+        def turn(heads: Tensor) -> Tensor:
+            first, second = heads.float().chunk(2, dim=-1)
+            c, s = cos[: heads.shape[-2]], sin[: heads.shape[-2]]
+            return torch.cat([first * c - second * s, second * c + first * s], dim=-1).to(heads.dtype)
+
+        return turn
+
+    def _places(self, shape: tuple[int, ...], device: torch.device) -> tuple[Tensor, ...]:
+        if len(shape) == 1:
+            return (torch.arange(shape[0], device=device).float(),)
+        rows, columns = grid_places(*shape, device=device)
+        # another grid than the trained one is stretched onto it, so that a place in the picture keeps its code
+        return rows * (self.shape[0] / shape[0]), columns * (self.shape[1] / shape[1])
+
+    def _learned(self, shape: tuple[int, ...]) -> Tensor:
+        if tuple(shape) == self.shape:
+            return self.weight
+        if len(shape) == 1:
+            if shape[0] > self.shape[0]:
+                raise ValueError(f"a text of {shape[0]} tokens is longer than the context of {self.shape[0]}")
+            return self.weight[: self.prefix + shape[0]]
+        prefix, grid = self.weight[: self.prefix], self.weight[self.prefix :]
+        grid = grid.unflatten(0, self.shape).permute(2, 0, 1)[None]  # (1, dim, rows, columns)
+        grid = F.interpolate(grid, size=tuple(shape), mode="bicubic", align_corners=False, antialias=True)
+        return torch.cat([prefix, grid[0].permute(1, 2, 0).flatten(0, 1)])
