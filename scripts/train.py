@@ -1,0 +1,6 @@
+"""``python scripts/train.py key=value ...`` and ``torchrun scripts/train.py ...``: the same as ``vlretrieval-train``."""
+
+from vlretrieval.commands.train import main
+
+if __name__ == "__main__":
+    main()
