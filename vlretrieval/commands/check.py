@@ -95,7 +95,8 @@ def kind(default: Any) -> str:
 
 
 def show(value: Any) -> str:
-    return {None: "null", True: "true", False: "false"}.get(value, str(value)) if not isinstance(value, list) else str(value)
+    """A value as it is written on the command line."""
+    return str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
 
 
 def check_targets(node: Any, key: str = "") -> None:

@@ -75,16 +75,15 @@ def composition(error: Exception, conf_dir: Path, config_name: str, argv: list[s
         key = getattr(error, "full_key", None) or first_line(error).rsplit(": ", 1)[-1]
         return f"{key} has no value; give {key}=..."
     if isinstance(error, InterpolationKeyError):
-        return f"{getattr(error, 'full_key', '')}: {first_line(error)}"
+        key = getattr(error, "full_key", None)
+        return f"{key}: {first_line(error)}" if key else first_line(error)
     if isinstance(error, ConfigCompositionException) and isinstance(cause, ConfigAttributeError | ConfigKeyError):
         key = cause.full_key or str(cause.key)
         return unknown_key(key, known_keys(conf_dir, config_name, argv))
     missing = re.search(r"Could not override '([^']+)'\.\s*No match in the defaults list", str(error))
     if missing:
         return unknown_key(missing.group(1), known_keys(conf_dir, config_name, argv))
-    option = re.search(r"Could not find '([^']+)'\s*\n+Available options in '([^']+)':\s*\n((?:\s+\S+\n?)+)", str(error))
-    if option is None:
-        option = re.search(r"(?:In '[^']*': )?Could not find '([^']+)'", str(error))
+    option = re.search(r"Could not find '([^']+)'", str(error))
     if option:
         return unknown_option(option.group(1), conf_dir)
     return f"{error}; {cause}" if cause is not None and str(cause) not in str(error) else str(error)

@@ -1,4 +1,4 @@
-"""``vlretrieval``: lists the commands with a line each, and ``vlretrieval train ...`` becomes ``vlretrieval-train ...``."""
+"""``vlretrieval``: lists the commands; ``vlretrieval train ...`` becomes ``vlretrieval-train ...``."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def overview() -> str:
     width = max(map(len, known), default=0)
     lines = [f"vlretrieval {__version__}: image-text retrieval with self-attention and cross-modal heads", ""]
     lines += [f"  vlretrieval {name:<{width}}   {summary(module)}" for name, module in known.items()]
-    lines += ["", "vlretrieval COMMAND --help shows every key a command takes; each is also a program: vlretrieval-COMMAND."]
+    lines += ["", "vlretrieval COMMAND --help shows every key it takes; vlretrieval-COMMAND is the same."]
     return "\n".join(lines)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -50,8 +51,13 @@ def process_rank() -> int:
     return 0
 
 
-def command(config_name: str) -> Callable[[Callable[[DictConfig], Any]], Callable[[], Any]]:
+def command(
+    config_name: str, literal: tuple[str, ...] = ()
+) -> Callable[[Callable[[DictConfig], Any]], Callable[[], Any]]:
     """Make a console script of a function that takes the composed, checked config ``conf/<config_name>.yaml``.
+
+    The values of the keys in ``literal`` (texts, paths) are taken as they stand, where Hydra's grammar would stumble
+    over a comma, an apostrophe or the ``=`` in ``epoch=3.ckpt``.
 
     The function is called once, or once a job under ``-m``. What a user can put right (a misspelt key, a wrong
     value, a missing file, any ValueError) ends as one line on stderr and exit status 2; the traceback of it is shown
@@ -73,7 +79,11 @@ def command(config_name: str) -> Callable[[Callable[[DictConfig], Any]], Callabl
                     with errors_as_one_line(config_name, show_traceback):
                         return checked_call(function, cfg)
 
-            with errors_as_one_line(config_name, show_traceback), environment("HYDRA_FULL_ERROR", "1"):
+            with (
+                errors_as_one_line(config_name, show_traceback),
+                environment("HYDRA_FULL_ERROR", "1"),
+                arguments([sys.argv[0], *(quoted(word, literal) for word in sys.argv[1:])]),
+            ):
                 # Hydra prints errors in its own way and exits, unless the variable is set.
                 hydra.main(config_path=str(conf_dir()), config_name=config_name, version_base="1.3")(job)()
 
@@ -103,12 +113,8 @@ def one_job_of_many(function: Callable[[DictConfig], Any], cfg: DictConfig) -> A
         with open_dict(cfg):
             cfg.output_dir = f"{cfg.output_dir}/{number}"
         overrides = [o for o in overrides if not o.startswith("output_dir=")] + [f"output_dir='{cfg.output_dir}'"]
-    whole = sys.argv
-    sys.argv = [whole[0], *config_flags(whole[1:]), *overrides]
-    try:
+    with arguments([sys.argv[0], *config_flags(sys.argv[1:]), *overrides]):
         return checked_call(function, cfg)
-    finally:
-        sys.argv = whole
 
 
 def config_flags(argv: list[str]) -> list[str]:
@@ -137,6 +143,26 @@ def errors_as_one_line(program: str, show_traceback: bool = False) -> Iterator[N
         where = f" [rank {rank}]" if rank else ""
         print(f"vlretrieval-{program}{where}: error: {message}", file=sys.stderr)
         raise SystemExit(USER_ERROR) from None
+
+
+def quoted(word: str, literal: tuple[str, ...]) -> str:
+    """``text=it's red, ${x}`` as Hydra must be given it to take it literally; words quoted already stay."""
+    key, equals, value = word.partition("=")
+    if not equals or key not in literal or not value or value[:1] + value[-1:] in ("''", '""'):
+        return word
+    # A backslash is one in Hydra's quotes, except before a quote or an interpolation.
+    value = re.sub(r"(\\*)('|\$\{|$)", lambda m: m[1] * 2 + ("\\" + m[2] if m[2] else ""), value)
+    return f"{key}='{value}'"
+
+
+@contextmanager
+def arguments(argv: list[str]) -> Iterator[None]:
+    """Another command line for a while."""
+    before, sys.argv = sys.argv, argv
+    try:
+        yield
+    finally:
+        sys.argv = before
 
 
 @contextmanager

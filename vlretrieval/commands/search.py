@@ -1,0 +1,49 @@
+"""Search pictures by a text, or texts by a picture, with an exported model."""
+
+from __future__ import annotations
+
+import sys
+
+from omegaconf import DictConfig
+
+from vlretrieval.commands.launch import command
+
+
+@command("search", literal=("model", "images", "text", "image", "texts"))
+def main(cfg: DictConfig) -> None:
+    """``vlretrieval-search model=FOLDER images=DIR "text=a red circle"``"""
+    by_text, by_image = (cfg.images, cfg.text), (cfg.image, cfg.texts)
+    if not (all(by_text) and not any(by_image) or all(by_image) and not any(by_text)):
+        raise ValueError('give either images=DIR and "text=...", or image=FILE and texts=FILE')
+    from vlretrieval import load_model
+    from vlretrieval.deploy import search
+
+    search.checked(cfg.top, cfg.top_k)
+    files = search.find_images(cfg.images) if cfg.text else []
+    texts = search.read_texts(cfg.texts) if cfg.texts else []
+    model = load_model(cfg.model)
+    cut = model.tokenizer.count_truncated([cfg.text] if cfg.text else texts)
+    if cut:
+        longest = model.tokenizer.context_length
+        print(f"note: {cut} text(s) longer than {longest} tokens, cut there", file=sys.stderr)
+    if cfg.text:
+        gallery = search.read_gallery(model, files, cfg.batch_size)
+        for file, reason in gallery.broken:
+            print(f"note: left out {file}: {reason}", file=sys.stderr)
+        hits, size = search.search_images(model, cfg.text, gallery, cfg.top, cfg.top_k), len(gallery.files)
+    else:
+        hits, size = search.search_texts(model, cfg.image, texts, cfg.top, cfg.top_k), len(texts)
+    print_hits(hits, size, min(cfg.top_k, size) if model.can_match else 0)
+
+
+def print_hits(hits: list, size: int, shortlist: int) -> None:
+    how = f"the best {shortlist} by cosine, ordered by match" if shortlist else "ordered by cosine"
+    print(f"{len(hits)} of {size}: {how}")
+    print("rank" + ("     match" if shortlist else "") + "   cosine")
+    for rank, hit in enumerate(hits, 1):
+        match = "" if not shortlist else f"{hit.match:>10.3f}" if hit.match is not None else f"{'-':>10}"
+        print(f"{rank:>4}{match}{hit.cosine:>9.4f}   {hit.item}")
+
+
+if __name__ == "__main__":
+    main()
