@@ -1,0 +1,1 @@
+"""Records in, tensors out. Knows nothing of models."""

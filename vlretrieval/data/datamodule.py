@@ -1,0 +1,151 @@
+"""The LightningDataModule: a source, a tokenizer and the settings of a training step become a loader."""
+
+import logging
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningDataModule
+
+from vlretrieval.data.bad_samples import BadSamples
+from vlretrieval.data.datasets import CaptionsPerImage, TrainPairs
+from vlretrieval.data.loader import TrainLoader
+from vlretrieval.data.ordering import EpochOrder
+from vlretrieval.data.pictures import Augment, FilePictures, MemoryPictures, decode_all
+from vlretrieval.data.splits import Source, Split
+from vlretrieval.data.tokenizers import Tokenizer
+from vlretrieval.data.transforms import EvalTransform, ResizeMode
+
+log = logging.getLogger(__name__)
+
+
+class RetrievalData(LightningDataModule):
+    """Training batches of a source. Evaluation reads ``split("val")`` itself, so there is no val_dataloader.
+
+    Args:
+        source: where splits come from.
+        tokenizer: fitted, or one to be fitted on the captions of the train split.
+        image_size: side of the pictures a model gets.
+        batch_size: pairs a step, over all processes together.
+        captions_per_image: "one" (drawn anew each epoch), "first" or "all"; see ``TrainPairs``.
+        negatives_per_caption: hard negatives of the data for each caption of a step.
+        num_workers: loader processes. 0 is right when the pictures are in memory.
+        pin_memory: page-locked batches, for a GPU.
+        worker_timeout_s: a worker silent for so long counts as hung; 0: never.
+        seed: of order, caption choice, negatives and augmentation.
+        cache_in_memory: decode the train pictures once into memory, where they fit ``cache_limit_bytes``.
+        cache_limit_bytes: the most that cache may take.
+        resize: "squash", "crop" or "pad"; see ``EvalTransform``.
+        augment: from stored pixels (3, C, C) and a key to (3, image_size, image_size); None: as they are.
+        on_bad_image: "error" stops at the first picture that cannot be read. "skip" looks at every picture before
+            training, leaves the bad ones out, lists them in ``bad_samples_file``, and stops above ``max_bad_share``.
+            Nothing stands in for a picture that was left out, and evaluation always stops.
+        max_bad_share: share of bad pictures above which "skip" gives up.
+        bad_samples_file: JSON lines of what was left out, and why.
+        settings: fields of the source, repeated by a configuration so that ``data.json=...`` is short for
+            ``data.source.reader.json=...``. One that the source does not have is refused.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        tokenizer: Tokenizer,
+        image_size: int,
+        batch_size: int,
+        *,
+        captions_per_image: CaptionsPerImage = "one",
+        negatives_per_caption: int = 0,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+        worker_timeout_s: float = 0,
+        seed: int = 0,
+        cache_in_memory: bool = True,
+        cache_limit_bytes: int = 2 * 1024**3,
+        resize: ResizeMode = "squash",
+        augment: Augment | None = None,
+        on_bad_image: str = "error",
+        max_bad_share: float = 0.01,
+        bad_samples_file: str = "bad_samples.jsonl",
+        **settings: Any,
+    ) -> None:
+        super().__init__()
+        _check_settings(source, settings)
+        if on_bad_image not in ("error", "skip"):
+            raise ValueError(f"on_bad_image={on_bad_image!r} is not known; choose error or skip")
+        self.source, self.tokenizer = source, tokenizer
+        self.image_size, self.batch_size, self.seed = image_size, batch_size, seed
+        self.captions_per_image, self.negatives_per_caption = captions_per_image, negatives_per_caption
+        self.num_workers, self.pin_memory, self.worker_timeout_s = num_workers, pin_memory, worker_timeout_s
+        self.cache_in_memory, self.cache_limit_bytes = cache_in_memory, cache_limit_bytes
+        self.transform = EvalTransform(image_size, resize)
+        self.augment = augment
+        self.on_bad_image, self.max_bad_share, self.bad_samples_file = on_bad_image, max_bad_share, bad_samples_file
+        self.pairs: TrainPairs | None = None
+
+    def split(self, name: str) -> Split:
+        """A split of the source."""
+        return self.source.split(name)
+
+    def fit_tokenizer(self) -> None:
+        """Fit a trainable tokenizer that is not fitted yet, on the train captions and no others."""
+        if not self.tokenizer.fitted:
+            self.tokenizer.fit(self.source.split("train").captions)  # type: ignore[attr-defined]
+
+    def setup(self, stage: str | None = None) -> None:
+        """Tokenise the train captions and, for small sets, decode the pictures. Done once."""
+        self.fit_tokenizer()
+        if stage not in (None, "fit") or self.pairs is not None:
+            return
+        split = self.source.split("train")
+        pictures, usable = self._pictures(split)
+        self.pairs = TrainPairs(
+            split,
+            self.tokenizer,
+            pictures,
+            captions_per_image=self.captions_per_image,
+            negatives_per_caption=self.negatives_per_caption,
+            usable=usable,
+            seed=self.seed,
+        )
+
+    def _pictures(self, split: Split) -> tuple[MemoryPictures | FilePictures, np.ndarray | None]:
+        bad = BadSamples(split, self.max_bad_share, self.bad_samples_file) if self.on_bad_image == "skip" else None
+        needed = len(split.image_ids) * 3 * self.transform.image_size**2
+        if self.cache_in_memory and needed <= self.cache_limit_bytes:
+            pixels = decode_all(split, self.transform, self.transform.image_size, bad.add if bad else None)
+            return MemoryPictures(pixels, self.augment), bad.usable() if bad else None
+        if self.cache_in_memory:
+            log.warning(
+                "train: %d pictures need %.1f GB, more than cache_limit_bytes=%d; they are decoded each step, not kept",
+                len(split.image_ids),
+                needed / 1e9,
+                self.cache_limit_bytes,
+            )
+        if bad:
+            bad.look_at_all()
+        return FilePictures(split, self.transform, self.augment), bad.usable() if bad else None
+
+    def train_dataloader(self) -> TrainLoader:
+        """A loader whose ``state_dict`` holds its place; Lightning stores it in every checkpoint."""
+        if self.pairs is None:
+            self.setup("fit")
+        assert self.pairs is not None
+        attached = self.trainer
+        rank, world_size = (attached.global_rank, attached.world_size) if attached else (0, 1)
+        order = EpochOrder(len(self.pairs), self.batch_size, self.seed, rank, world_size)
+        return TrainLoader(
+            self.pairs,
+            order,
+            num_workers=self.num_workers,
+            pin_memory=self.pin_memory and torch.cuda.is_available(),
+            timeout_s=self.worker_timeout_s,
+        )
+
+
+def _check_settings(source: Source, settings: dict[str, Any]) -> None:
+    known = source.fingerprint() if settings else {}
+    for name, value in settings.items():
+        if name not in known:
+            raise ValueError(f"data.{name}={value!r} has no effect: {type(source).__name__} has no such setting")
+        if known[name] != value:
+            raise ValueError(f"data.{name}={value!r}, but the source was given {known[name]!r}; set one of them")

@@ -1,0 +1,143 @@
+"""The training loader: hands out whole batches and knows where it is, so that a resumed run goes on from there."""
+
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from vlretrieval.data.datasets import Batch, Step, TrainPairs
+from vlretrieval.data.ordering import EpochOrder
+
+
+class TrainLoader:
+    """Batches of ``pairs`` in the order of ``order``; iterating again gives the next epoch.
+
+    An epoch is used up once its first batch is handed out. The loader is lazy: ``iter()`` alone changes nothing, which
+    matters since Lightning calls it early and, around a resume, more than once.
+
+    Args:
+        pairs: turns a ``Step`` into a ``Batch``.
+        order: the samples of every step.
+        num_workers: processes that make batches; 0 makes them here. With everything in memory a batch costs about a
+            millisecond, and 0 is right.
+        pin_memory: page-locked batches, for a GPU.
+        timeout_s: how long to wait for a worker before it counts as hung; 0 for ever.
+    """
+
+    def __init__(
+        self,
+        pairs: TrainPairs,
+        order: EpochOrder,
+        *,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+        timeout_s: float = 0,
+    ) -> None:
+        self.pairs, self.order = pairs, order
+        self.num_workers, self.pin_memory, self.timeout_s = num_workers, pin_memory, timeout_s
+        self.epoch = 0
+        self.handed_out = 0  # batches of self.epoch handed out
+        self._resumed = False
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __iter__(self) -> Iterator[Batch]:
+        if self.handed_out and not self._resumed:
+            self.epoch, self.handed_out = self.epoch + 1, 0
+        self._resumed = False
+        for batch in self._batches(self.epoch, self.handed_out):
+            # Counted before it is handed out: a checkpoint written during step k holds k + 1 batches.
+            self.handed_out += 1
+            yield batch
+
+    def _batches(self, epoch: int, first: int) -> Iterator[Batch]:
+        steps = _Steps(self.order, epoch, first)
+        if self.num_workers == 0 and not self.pin_memory:
+            return (self.pairs[step] for step in steps)
+        return iter(
+            DataLoader(
+                _AsDataset(self.pairs),
+                batch_size=None,
+                sampler=steps,
+                num_workers=self.num_workers,
+                collate_fn=_same,
+                pin_memory=self.pin_memory,
+                timeout=self.timeout_s if self.num_workers else 0,
+                worker_init_fn=ignore_stop_signals,
+                prefetch_factor=4 if self.num_workers else None,
+            )
+        )
+
+    @property
+    def sampler(self) -> "TrainLoader":
+        """Where Lightning looks for ``set_epoch``."""
+        return self
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin ``epoch`` unless the loader is in it, or past it, already.
+
+        Needed only where epochs are cut short from outside (Lightning's limit_train_batches): a checkpoint from the
+        end of a cut epoch looks like one from its middle.
+        """
+        if epoch > self.epoch:
+            self.epoch, self.handed_out, self._resumed = epoch, 0, True
+
+    def state_dict(self) -> dict[str, int]:
+        """Where the loader is, and what must be equal for that to mean the same batches."""
+        return {"epoch": self.epoch, "handed_out": self.handed_out, **self._must_match()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on after ``state``.
+
+        Raises:
+            ValueError: naming both values where the seed, the set's size or the global batch size differ.
+        """
+        for name, here in self._must_match().items():
+            if state[name] != here:
+                raise ValueError(
+                    f"cannot go on in the middle of the data: {name} was {state[name]} in the checkpoint and is "
+                    f"{here} now; set it back, or start a new run from the checkpoint's weights"
+                )
+        self.epoch, self.handed_out = int(state["epoch"]), int(state["handed_out"])
+        self._resumed = self.handed_out < len(self)  # a finished epoch is followed by the next one
+
+    def _must_match(self) -> dict[str, int]:
+        return {"seed": self.order.seed, "samples": self.order.size, "batch_size": self.order.batch_size}
+
+
+class _Steps(Sampler[Step]):
+    """The steps of one epoch from ``first`` on."""
+
+    def __init__(self, order: EpochOrder, epoch: int, first: int) -> None:
+        self.order, self.epoch, self.first = order, epoch, first
+
+    def __iter__(self) -> Iterator[Step]:
+        return (Step(self.epoch, self.order.batch(self.epoch, i)) for i in range(self.first, len(self.order)))
+
+    def __len__(self) -> int:
+        return len(self.order) - self.first
+
+
+class _AsDataset(Dataset[Batch]):
+    def __init__(self, pairs: TrainPairs) -> None:
+        self.pairs = pairs
+
+    def __getitem__(self, step: Step) -> Batch:
+        return self.pairs[step]
+
+
+def _same(batch: Any) -> Any:
+    return batch
+
+
+def ignore_stop_signals(worker_id: int) -> None:
+    """For a loader worker: leave SIGTERM and SIGINT to the main process, which saves first; and use one thread.
+
+    A scheduler signals the whole process group. A worker that dies of it makes the main process fail before it saved.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)

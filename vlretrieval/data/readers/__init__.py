@@ -1,0 +1,1 @@
+"""Formats of image-text sets, one file each: files in, records out."""
