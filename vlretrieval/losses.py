@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def positive_pairs(image_ids: Tensor, caption_ids: Tensor, other_image_ids: Tensor, other_caption_ids: Tensor) -> Tensor:
-    """(B, M) bool: row i and column j belong together, as the same picture or the same caption text.
+    """(B, M) bool: pairs i and j share their picture or their caption text, so they are no negatives of each other.
 
     Args:
         image_ids, caption_ids: (B,) int64 of the rows; ``other_*``: (M,) of the columns.
@@ -27,6 +27,8 @@ def info_nce(
     logit_scale: Tensor,
     positives: Tensor | None = None,
     *,
+    all_image_emb: Tensor | None = None,
+    all_text_emb: Tensor | None = None,
     label_smoothing: float = 0.0,
 ) -> Tensor:
     """Symmetric InfoNCE over one batch of pairs (CLIP, arXiv:2103.00020, fig. 3).
@@ -35,40 +37,53 @@ def info_nce(
         image_emb: (B, E) unit vectors; row i belongs with row i of ``text_emb``.
         text_emb: (B, E) unit vectors.
         logit_scale: scalar, multiplies cosines (the inverse of a temperature).
-        positives: (B, B) bool, True where image i and text j match; None means the diagonal. Each row spreads its
-            target evenly over its positives (the L_out form of arXiv:2004.11362, eq. 2), so that two captions of one
-            image in a batch never count against each other.
+        positives: (B, M) bool, True where pair i and pair j share their picture or their caption, so that image i goes
+            with text j and text i with image j; None means the diagonal. Each row spreads its target evenly over its
+            positives (the L_out form of arXiv:2004.11362, eq. 2), so that two captions of one image in a batch never count
+            against each other.
+        all_image_emb, all_text_emb: (M, E) embeddings of all ranks, of which this rank's rows are a part; None means
+            the B rows themselves. Memory is O(B M), never O(M^2).
         label_smoothing: share of each target spread over the whole row.
 
     Returns:
-        Scalar float32, nats per query, averaged over both directions.
+        Scalar float32, nats per query, averaged over both directions and over this rank's rows.
     """
-    logits = logit_scale * image_emb.float() @ text_emb.float().T  # (B, B): image rows, text columns
+    all_image_emb = image_emb if all_image_emb is None else all_image_emb
+    all_text_emb = text_emb if all_text_emb is None else all_text_emb
+    target: Tensor
     if positives is None:
-        target = torch.arange(len(logits), device=logits.device)
-        rows, columns = target, target
+        target = torch.arange(len(image_emb), device=image_emb.device)
     else:
-        hits = positives.to(logits.dtype)
-        rows, columns = hits / hits.sum(1, keepdim=True), hits.T / hits.T.sum(1, keepdim=True)
-    smooth = dict(label_smoothing=label_smoothing)
-    return (F.cross_entropy(logits, rows, **smooth) + F.cross_entropy(logits.T, columns, **smooth)) / 2
+        target = positives / positives.sum(1, keepdim=True)
+
+    def one_way(queries: Tensor, gallery: Tensor) -> Tensor:
+        return F.cross_entropy(logit_scale * queries.float() @ gallery.float().T, target, label_smoothing=label_smoothing)
+
+    return (one_way(image_emb, all_text_emb) + one_way(text_emb, all_image_emb)) / 2
 
 
 def sigmoid_loss(
-    image_emb: Tensor, text_emb: Tensor, logit_scale: Tensor, positives: Tensor | None = None, *, logit_bias: Tensor
+    image_emb: Tensor,
+    text_emb: Tensor,
+    logit_scale: Tensor,
+    positives: Tensor | None = None,
+    *,
+    all_image_emb: Tensor | None = None,
+    all_text_emb: Tensor | None = None,
+    logit_bias: Tensor | float = -10.0,
 ) -> Tensor:
     """Pairwise sigmoid loss (SigLIP, arXiv:2303.15343, eq. 1).
 
     Args:
-        image_emb, text_emb, logit_scale, positives: as in :func:`info_nce`.
-        logit_bias: scalar added to every scaled cosine.
+        image_emb, text_emb, logit_scale, positives, all_text_emb: as in :func:`info_nce`. Each pair of an image and a text is
+            met once, with the image's rank, so ``all_image_emb`` is taken and not used.
+        logit_bias: added to every scaled cosine.
 
     Returns:
         Scalar float32, nats per image: summed over texts, averaged over images, as in the paper.
     """
-    logits = logit_scale * image_emb.float() @ text_emb.float().T + logit_bias
-    if positives is None:
-        positives = torch.eye(*logits.shape, dtype=torch.bool, device=logits.device)
+    logits = logit_scale * image_emb.float() @ (text_emb if all_text_emb is None else all_text_emb).float().T + logit_bias
+    positives = _or_diagonal(positives, logits)
     return F.softplus(torch.where(positives, -logits, logits)).sum() / len(logits)
 
 
@@ -78,24 +93,34 @@ def max_hinge(
     logit_scale: Tensor | None = None,
     positives: Tensor | None = None,
     *,
+    all_image_emb: Tensor | None = None,
+    all_text_emb: Tensor | None = None,
     margin: float = 0.2,
 ) -> Tensor:
-    """Hinge with the hardest negative of the batch (VSE++, arXiv:1707.05612, eq. 6), on cosines.
+    """Hinge with the hardest negative (VSE++, arXiv:1707.05612, eq. 6), on cosines.
 
     Args:
-        image_emb, text_emb, positives: as in :func:`info_nce`; ``logit_scale`` is taken and not used.
+        image_emb, text_emb, positives, all_image_emb, all_text_emb: as in :func:`info_nce`; ``logit_scale`` is taken and
+            not used.
         margin: in cosine.
 
     Returns:
         Scalar float32, summed over both directions, averaged over pairs. A row without a negative contributes 0.
     """
-    cosine = image_emb.float() @ text_emb.float().T
-    if positives is None:
-        positives = torch.eye(*cosine.shape, dtype=torch.bool, device=cosine.device)
-    own = cosine.diagonal()
-    negatives = cosine.masked_fill(positives, -torch.inf)
-    hardest_text, hardest_image = negatives.max(1).values, negatives.max(0).values
-    return ((margin + hardest_text - own).clamp(min=0) + (margin + hardest_image - own).clamp(min=0)).mean()
+    own = (image_emb.float() * text_emb.float()).sum(-1)
+
+    def one_way(queries: Tensor, gallery: Tensor) -> Tensor:
+        cosine = queries.float() @ gallery.float().T
+        hardest = cosine.masked_fill(_or_diagonal(positives, cosine), -torch.inf).max(1).values
+        return (margin + hardest - own).clamp(min=0)
+
+    to_text = one_way(image_emb, text_emb if all_text_emb is None else all_text_emb)
+    to_image = one_way(text_emb, image_emb if all_image_emb is None else all_image_emb)
+    return (to_text + to_image).mean()
+
+
+def _or_diagonal(positives: Tensor | None, logits: Tensor) -> Tensor:
+    return torch.eye(*logits.shape, dtype=torch.bool, device=logits.device) if positives is None else positives
 
 
 class HardNegatives(NamedTuple):
@@ -106,7 +131,7 @@ class HardNegatives(NamedTuple):
 
 
 def sample_hard_negatives(
-    scores: Tensor, positives: Tensor, count: int = 1, *, generator: torch.Generator | None = None
+    scores: Tensor, positives: Tensor, count: int = 1, *, uniform: Tensor | None = None
 ) -> HardNegatives:
     """Draws negatives in proportion to exp(score), among those that are none of the row's positives (ALBEF, arXiv:2107.07651).
 
@@ -114,14 +139,14 @@ def sample_hard_negatives(
         scores: (B, M) scaled similarities, any finite range.
         positives: (B, M) bool, never drawn.
         count: K, how many for each row; with replacement where a row has fewer.
-        generator: for a repeatable draw.
+        uniform: (B, M) draws from [0, 1) that decide; None takes fresh ones from torch's global state.
 
     Returns:
         :class:`HardNegatives`; a row whose every column is a positive draws nothing (its ``index`` is 0, ``drawn`` False).
     """
     drawn = ~positives.all(1)
     # exp(score + Gumbel) ranks as draws without replacement do, in log space: no probability can underflow to a zero sum
-    uniform = torch.rand(scores.shape, generator=generator, device=scores.device, dtype=torch.float32)
+    uniform = torch.rand(scores.shape, device=scores.device) if uniform is None else uniform
     keys = scores.detach().float() - torch.log(-torch.log(uniform.clamp(1e-20, 1 - 1e-7)))
     keys = keys.masked_fill(positives, -torch.inf)
     available = (~positives).sum(1).clamp(min=1)

@@ -14,7 +14,7 @@ class Mlp(nn.Sequential):
 
     def __init__(self, dim: int, ratio: float = 4.0, dropout: float = 0.0):
         hidden = int(dim * ratio)
-        super().__init__(nn.Linear(dim, hidden), nn.GELU(approximate="tanh"), nn.Linear(hidden, dim), nn.Dropout(dropout))
+        super().__init__(nn.Linear(dim, hidden), nn.GELU(), nn.Linear(hidden, dim), nn.Dropout(dropout))
 
 
 class Block(nn.Module):

@@ -1,0 +1,1 @@
+"""Training: the LightningModule, parameter groups and schedules, checkpoints, exact resume."""

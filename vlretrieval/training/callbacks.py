@@ -1,0 +1,161 @@
+"""What happens beside the steps: validation recall, and checkpoints (best and newest)."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback, Checkpoint
+
+from vlretrieval.training.checkpoint_io import newest_first, sync_folder, sweep_partials
+
+log = logging.getLogger(__name__)
+
+
+class Validation(Callback):
+    """Measures the model on the validation split at the end of every n-th epoch, and of the last.
+
+    Args:
+        measure: ``model -> {"val/t2i/R@1": 61.3, ...}``; run by rank 0 alone, while the others wait.
+        every_n_epochs: how often.
+    """
+
+    def __init__(self, measure: Callable[[torch.nn.Module], Mapping[str, float]], every_n_epochs: int = 1):
+        if every_n_epochs < 1:
+            raise ValueError(f"every_n_epochs={every_n_epochs} must be at least 1")
+        self.measure, self.every_n_epochs = measure, every_n_epochs
+        self.seconds = 0.0
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        epoch = trainer.current_epoch + 1
+        last = epoch == trainer.max_epochs or trainer.should_stop
+        if epoch % self.every_n_epochs and not last:
+            return
+        started_at = time.perf_counter()
+        figures: Mapping[str, float] = {}
+        if trainer.is_global_zero:
+            module.eval()
+            with torch.inference_mode():
+                figures = self.measure(module.model)
+            module.train()
+        if trainer.world_size > 1:
+            figures = trainer.strategy.broadcast(dict(figures))
+        for name, value in figures.items():
+            module.log(name, float(value), prog_bar=name.endswith("R@1"), rank_zero_only=False, sync_dist=False)
+        self.seconds += time.perf_counter() - started_at
+        log.info(
+            "epoch %d, step %d: %s", epoch, trainer.global_step, "  ".join(f"{k} {v:.1f}" for k, v in figures.items())
+        )
+
+
+class Checkpoints(Checkpoint):
+    """Keeps the best checkpoint by a validation metric and the newest few by step.
+
+    ``best.ckpt`` is the best, ``step-N.ckpt`` the newest ``keep`` (two, so that a torn one has a predecessor), ``last.ckpt``
+    another name of the newest.
+
+    Args:
+        folder: where they go.
+        monitor: a validation metric, e.g. "val/rsum".
+        mode: "max" or "min".
+        every_n_steps: optimizer steps between saves; None saves at the end of each epoch only.
+        keep: step checkpoints kept.
+    """
+
+    def __init__(
+        self, folder: str | Path, monitor: str, mode: str = "max", every_n_steps: int | None = None, keep: int = 2
+    ):
+        if mode not in ("max", "min"):
+            raise ValueError(f"mode={mode!r} is not known; choose max or min")
+        if keep < 1:
+            raise ValueError(f"keep={keep} must be at least 1")
+        self.folder, self.monitor, self.mode = Path(folder), monitor, mode
+        self.every_n_steps, self.keep = every_n_steps, keep
+        self.best_value: float | None = None
+        self.best_step = -1
+        self._saved_step = -1
+
+    def setup(self, trainer: pl.Trainer, module: pl.LightningModule, stage: str) -> None:
+        if trainer.is_global_zero:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if not os.access(self.folder, os.W_OK):
+                raise ValueError(f"checkpoints cannot be written to {self.folder}: it is read-only; set another output_dir")
+            sweep_partials(self.folder)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best_value": self.best_value, "best_step": self.best_step, "monitor": self.monitor}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        # another metric's best is no yardstick for this one
+        if state["monitor"] == self.monitor:
+            self.best_value, self.best_step = state["best_value"], state["best_step"]
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        step = trainer.global_step
+        if self.every_n_steps and step % self.every_n_steps == 0 and step != self._saved_step:
+            self.save(trainer)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        value = trainer.callback_metrics.get(self.monitor)
+        measured = value is not None and self._fresh(trainer)
+        if measured and self._better(float(value)):
+            self.best_value, self.best_step = float(value), trainer.global_step
+        self.save(trainer)
+        if measured and self.best_step == trainer.global_step and trainer.is_global_zero:
+            link(self.folder / "last.ckpt", self.folder / "best.ckpt")
+
+    def save(self, trainer: pl.Trainer) -> Path:
+        """Saves this step; all ranks must call it."""
+        step = trainer.global_step
+        path = self.folder / f"step-{step:08d}.ckpt"
+        trainer.save_checkpoint(path)
+        self._saved_step = step
+        if trainer.is_global_zero:
+            link(path, self.folder / "last.ckpt")
+            for old in list(newest_first(self.folder))[self.keep :]:
+                old.unlink()
+        return path
+
+    def _fresh(self, trainer: pl.Trainer) -> bool:
+        """Whether the metric was measured in this very epoch, and is not left from an earlier one."""
+        validation = next(c for c in trainer.callbacks if isinstance(c, Validation))
+        epoch = trainer.current_epoch + 1
+        return epoch % validation.every_n_epochs == 0 or epoch == trainer.max_epochs or trainer.should_stop
+
+    def _better(self, value: float) -> bool:
+        if self.best_value is None:
+            return True
+        return value > self.best_value if self.mode == "max" else value < self.best_value
+
+
+def link(source: Path, name: Path) -> None:
+    """Another name for a file, replaced in one step; a copy where the file system has no hard links."""
+    fresh = name.with_name(name.name + ".partial")
+    fresh.unlink(missing_ok=True)
+    try:
+        os.link(source, fresh)
+    except OSError:
+        shutil.copyfile(source, fresh)
+    fresh.replace(name)
+    sync_folder(name.parent)
+
+
+class Describe(Callback):
+    """Makes a checkpoint self-describing: the resolved config and the tokenizer, as plain data.
+
+    Args:
+        description: ``{"version", "config", "tokenizer"}``.
+    """
+
+    def __init__(self, description: dict[str, Any]):
+        self.description = description
+
+    def on_save_checkpoint(self, trainer: pl.Trainer, module: pl.LightningModule, checkpoint: dict[str, Any]) -> None:
+        checkpoint["vlretrieval"] = {**self.description, "step": trainer.global_step}

@@ -1,0 +1,115 @@
+"""The LightningModule: encodes a batch, gathers over ranks, calls the objective, logs. No arithmetic of its own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.optim import Optimizer
+
+from vlretrieval import losses
+from vlretrieval.data.datasets import Batch
+from vlretrieval.model.crossmodal import Encoded
+from vlretrieval.model.retrieval_model import MAX_LOGIT_SCALE, RetrievalModel
+from vlretrieval.training.gather import gather_encoded, gather_rows, world
+from vlretrieval.training.objective import Objective, Pairs
+
+
+class RetrievalTask(pl.LightningModule):
+    """Trains a :class:`RetrievalModel`.
+
+    Args:
+        model: what is trained.
+        objective: gives the loss of one step's pairs.
+        optimizer: ``model -> Optimizer``.
+        scheduler: ``(optimizer, total_steps=) -> LRScheduler``, stepped once an optimizer step; None keeps the rate.
+        seed: with the step (and, for dropout, the rank) it decides every random draw, so that a resumed run repeats them.
+    """
+
+    def __init__(
+        self,
+        model: RetrievalModel,
+        objective: Objective,
+        optimizer: Callable[..., Optimizer],
+        scheduler: Callable[..., Any] | None = None,
+        *,
+        seed: int = 0,
+    ):
+        super().__init__()
+        self.model, self.objective, self.seed = model, objective, seed
+        self._optimizer, self._scheduler = optimizer, scheduler
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self._optimizer(self.model)
+        if self._scheduler is None:
+            return optimizer
+        scheduler = self._scheduler(optimizer, total_steps=int(self.trainer.estimated_stepping_batches))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+        # re-seeded each step: nothing of the generators needs saving, and ranks differ (facts of Lightning: they would not)
+        torch.manual_seed(_mix(self.seed, self.trainer.global_step, batch_idx, world()[0]))
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        pairs = self.encode(batch, batch_idx)
+        loss, parts = self.objective(self.model, pairs)
+        for name, value in parts.items():
+            self.log(f"train/{name}", value, prog_bar=name != "matching_accuracy", batch_size=len(pairs.image))
+        self.log("train/loss", loss.detach(), batch_size=len(pairs.image))
+        self.log("train/logit_scale", self.model.logit_scale.detach(), batch_size=len(pairs.image))
+        return loss
+
+    def encode(self, batch: Batch, batch_idx: int) -> Pairs:
+        """The batch as the objective takes it: encoded here, gathered over ranks, positives known."""
+        image = self.model.encode_image(batch.pixels)
+        text, negatives = self._encode_texts(batch)
+        image_ids, caption_ids = gather_rows(batch.image_ids), gather_rows(batch.caption_ids)
+        matching = bool(self.objective.matching_weight) and self.model.crossmodal is not None
+        local, everyone = len(batch.image_ids), len(image_ids)
+        # drawn for all ranks' rows from one seed, so that the draw does not depend on how many ranks share the batch
+        generator = torch.Generator().manual_seed(_mix(self.seed, self._step(), batch_idx, -1))
+        uniform = torch.rand(2, everyone, everyone, generator=generator)
+        first = world()[0] * local
+        return Pairs(
+            image,
+            text,
+            gather_encoded(image, tokens=matching),
+            gather_encoded(text, tokens=matching),
+            losses.positive_pairs(batch.image_ids, batch.caption_ids, image_ids, caption_ids),
+            uniform[:, first : first + local].to(image.embedding.device),
+            negatives,
+            None if batch.negative_token_mask is None else batch.negative_token_mask.any(-1),
+        )
+
+    def _encode_texts(self, batch: Batch) -> tuple[Encoded, Encoded | None]:
+        """Captions and the data's hard negatives, in one pass of the encoder."""
+        matching = self.objective.matching_weight and self.model.crossmodal is not None
+        if batch.negative_token_ids is None or batch.negative_token_mask is None or not matching:
+            return self.model.encode_text(batch.token_ids, batch.token_mask), None
+        own, wrong = batch.token_ids, batch.negative_token_ids.flatten(0, 1)
+        length = max(own.shape[1], wrong.shape[1])
+        ids = torch.cat([F.pad(t, (0, length - t.shape[1])) for t in (own, wrong)])
+        wrong_mask = batch.negative_token_mask.flatten(0, 1)
+        mask = torch.cat([F.pad(m, (0, length - m.shape[1])) for m in (batch.token_mask, wrong_mask)])
+        encoded = self.model.encode_text(ids, mask)
+        return encoded.index(slice(0, len(own))), encoded.index(slice(len(own), None))
+
+    def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
+        with torch.no_grad():
+            self.model.log_logit_scale.clamp_(0.0, math.log(MAX_LOGIT_SCALE))
+
+    def _step(self) -> int:
+        return self.trainer.global_step if self._trainer is not None else 0
+
+
+def _mix(*numbers: int) -> int:
+    """One 63-bit seed of several numbers (a linear congruential step each)."""
+    state = 0
+    for number in numbers:
+        state = (state * 6364136223846793005 + number + 1442695040888963407) % 2**63
+    return state
