@@ -166,14 +166,14 @@ class JointHead(nn.Module):
         super().__init__()
         dim = dim or text_dim
         self.from_text, self.from_image = nn.Linear(text_dim, dim), nn.Linear(image_dim, dim)
-        self.type = nn.Parameter(torch.zeros(2, dim))
-        nn.init.trunc_normal_(self.type, std=0.02)
+        self.type_embedding = nn.Parameter(torch.zeros(2, dim))
+        nn.init.trunc_normal_(self.type_embedding, std=0.02)
         self.transformer = Transformer(dim, depth, num_heads, **block)
         self.logit = nn.Linear(dim, 1)
 
     def forward(self, image: Tensor, image_mask: Tensor | None, text: Tensor, text_mask: Tensor | None) -> Tensor:
         """(B, P, image_dim) and (B, L, text_dim) with their masks -> (B,) float32 matching logits."""
-        stream = torch.cat([self.from_text(text) + self.type[0], self.from_image(image) + self.type[1]], dim=1)
+        stream = torch.cat([self.from_text(text) + self.type_embedding[0], self.from_image(image) + self.type_embedding[1]], dim=1)
         mask = torch.cat([_full(text, text_mask), _full(image, image_mask)], dim=1)
         return self.logit(self.transformer(stream, key_mask=mask)[:, 0]).squeeze(-1).float()
 
