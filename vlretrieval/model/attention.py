@@ -26,7 +26,7 @@ class KeyValue(NamedTuple):
     key: Tensor
     value: Tensor
 
-    def index(self, rows: Tensor) -> KeyValue:
+    def index(self, rows: Tensor | slice) -> KeyValue:
         """The K/V of the given batch rows, (len(rows), G, L, D)."""
         return KeyValue(self.key[rows], self.value[rows])
 
@@ -83,16 +83,16 @@ def attention_weights(query: Tensor, key: Tensor, mask: Tensor | None = None, *,
 
     A row that may attend to no key is 0, as in :func:`attend`. Memory O(B H Lq Lk): for looking, not for training.
     """
-    groups = query.shape[1] // key.shape[1]
-    key = key.repeat_interleave(groups, dim=1) if groups > 1 else key
-    scores = (query.float() @ key.float().mT) / math.sqrt(query.shape[-1])
+    key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+    with torch.autocast(query.device.type, enabled=False):
+        scores = (query.float() @ key.float().mT) / math.sqrt(query.shape[-1])
     if causal:
         allowed = _causal(query.shape[-2], key.shape[-2], query.device)
         mask = allowed if mask is None else mask & allowed
     if mask is None:
         return scores.softmax(-1)
     # softmax over a row of -inf is NaN; the fused kernels give 0 there, and looking must not change what is seen
-    return scores.masked_fill(~mask, -math.inf).softmax(-1).nan_to_num(0.0)
+    return scores.masked_fill(~mask, -math.inf).softmax(-1).masked_fill(~mask, 0.0)
 
 
 def _causal(queries: int, keys: int, device: torch.device) -> Tensor:
@@ -102,9 +102,9 @@ def _causal(queries: int, keys: int, device: torch.device) -> Tensor:
 class MultiHeadAttention(nn.Module):
     """Multi-head attention with merged projections: MHA, GQA or MQA, self or cross.
 
-    With ``context_dim=None`` it is self-attention and Q, K, V come from one matrix product; with a ``context_dim`` it is
-    cross-attention and K, V come from one product over the context. Weights: (H D + 2 G D) dim for the projections and
-    (H D) dim for W_O, so 4 dim^2 for MHA with head_dim = dim / H, whatever H is.
+    With ``context_dim=None`` it is self-attention and Q, K, V come from one matrix product; with a ``context_dim`` it
+    is cross-attention and K, V come from one product over the context. Weights: (H D + 2 G D) dim for the projections
+    and (H D) dim for W_O, so 4 dim^2 for MHA with head_dim = dim / H, whatever H is.
 
     Args:
         dim: width of the queries and of the output.
@@ -158,40 +158,38 @@ class MultiHeadAttention(nn.Module):
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.dropout, self.causal = dropout, causal
 
-        inner, inner_kv = num_heads * head_dim, num_kv_heads * head_dim
+        self.inner, self.inner_kv = num_heads * head_dim, num_kv_heads * head_dim
         if context_dim is None:
-            self.qkv = nn.Linear(dim, inner + 2 * inner_kv, bias=bias)
+            self.qkv = nn.Linear(dim, self.inner + 2 * self.inner_kv, bias=bias)
         else:
-            self.q = nn.Linear(dim, inner, bias=bias)
-            self.kv = nn.Linear(context_dim, 2 * inner_kv, bias=bias)
+            self.q = nn.Linear(dim, self.inner, bias=bias)
+            self.kv = nn.Linear(context_dim, 2 * self.inner_kv, bias=bias)
         self.q_norm = nn.RMSNorm(head_dim) if qk_norm else None
         self.k_norm = nn.RMSNorm(head_dim) if qk_norm else None
-        self.out = nn.Linear(inner, dim, bias=bias)  # W_O mixes the heads
+        self.out = nn.Linear(self.inner, dim, bias=bias)  # W_O mixes the heads
 
         self.gate: Tensor | None = None  # (H,) multiplies each head's output; ablation closes heads with exact zeros
         self.observer: Callable[[Tensor], None] | None = None  # is handed the (B, H, Lq, Lk) weights of each call
         self.reset_parameters(head_seeds)
 
     def reset_parameters(self, head_seeds: Sequence[int] | None = None) -> None:
-        """Glorot-uniform for each of Q, K, V and W_O on its own (not for the merged matrix, whose fan would be wrong)."""
+        """Glorot-uniform for each of Q, K, V and W_O on its own (the merged matrix has another fan), biases 0."""
         if head_seeds is not None and len(head_seeds) != self.num_kv_heads:
             raise ValueError(f"head_seeds has {len(head_seeds)} seeds for {self.num_kv_heads} key/value groups")
-        rows_q, rows_kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         if self.context_dim is None:
-            q, k, v = self.qkv.weight.split([rows_q, rows_kv, rows_kv])
+            q, k, v = self.qkv.weight.split([self.inner, self.inner_kv, self.inner_kv])
         else:
-            q, (k, v) = self.q.weight, self.kv.weight.split([rows_kv, rows_kv])
+            q, (k, v) = self.q.weight, self.kv.weight.chunk(2)
         with torch.no_grad():
-            for weight in (q, k, v):
-                bound = math.sqrt(6.0 / (weight.shape[0] + weight.shape[1]))
-                for group, head in enumerate(weight.chunk(self.num_kv_heads)):
+            for number, weight in enumerate((q, k, v)):
+                bound = math.sqrt(6.0 / sum(weight.shape))
+                for group, rows in enumerate(weight.chunk(self.num_kv_heads)):
                     if head_seeds is None:
-                        head.uniform_(-bound, bound)
-                    elif not head.is_meta:
-                        generator = torch.Generator(head.device).manual_seed(head_seeds[group])
-                        # the same group draws other numbers for Q, K and V
-                        generator.manual_seed(generator.initial_seed() * 3 + (weight is k) + 2 * (weight is v))
-                        head.uniform_(-bound, bound, generator=generator)
+                        rows.uniform_(-bound, bound)
+                    else:  # drawn on the CPU, so that a seed means the same head on every device
+                        generator = torch.Generator().manual_seed(3 * head_seeds[group] + number)
+                        drawn = torch.empty(rows.shape, device="cpu").uniform_(-bound, bound, generator=generator)
+                        rows.copy_(drawn)
             nn.init.xavier_uniform_(self.out.weight)
             for module in self.children():
                 if isinstance(module, nn.Linear) and module.bias is not None:
@@ -217,7 +215,8 @@ class MultiHeadAttention(nn.Module):
             rotate: applied to queries and keys, (B, H, L, D) -> same shape (rotary positions).
 
         Returns:
-            (B, Lq, dim). A query that may attend to nothing gets W_O's bias alone (0 without bias).
+            (B, Lq, dim). A query that may attend to nothing finds 0 in every head, and so gets W_O's bias alone, the
+            constant that every token of the layer gets (0 without bias); no gradient passes through it.
         """
         query, kept = self._project(x, context, rotate)
         mask = join_masks(key_mask, mask)
@@ -232,29 +231,24 @@ class MultiHeadAttention(nn.Module):
 
     def project_context(self, context: Tensor, *, rotate: Rotate | None = None) -> KeyValue:
         """Keys and values of a context (B, Lk, context_dim or dim), to be passed as ``context`` any number of times."""
-        if self.context_dim is None:
-            return self._split_kv(_rows(self.qkv, self.num_heads * self.head_dim, None, context), rotate)
-        return self._split_kv(self.kv(context), rotate)
+        kv = self.kv(context) if self.context_dim is not None else _part(self.qkv, slice(self.inner, None), context)
+        key, value = kv.chunk(2, dim=-1)
+        return KeyValue(self._heads(key, self.k_norm, rotate), self._heads(value))
 
     def _project(self, x: Tensor, context: Tensor | KeyValue | None, rotate: Rotate | None) -> tuple[Tensor, KeyValue]:
-        inner, heads, groups = self.num_heads * self.head_dim, self.num_heads, self.num_kv_heads
-        if self.context_dim is None and context is None:  # self-attention: one product for Q, K and V
-            qkv = self.qkv(x).unflatten(-1, (heads + 2 * groups, self.head_dim)).transpose(1, 2)
-            query, key, value = qkv.split([heads, groups, groups], dim=1)  # views: making them contiguous costs more
-            return self._prepare(query, self.q_norm, rotate), KeyValue(self._prepare(key, self.k_norm, rotate), value)
         if context is None:
-            raise ValueError("cross-attention needs a context: (B, Lk, context_dim), or what project_context gave")
-        query = self.q(x) if self.context_dim is not None else _rows(self.qkv, None, inner, x)
-        query = self._prepare(query.unflatten(-1, (heads, self.head_dim)).transpose(1, 2), self.q_norm, rotate)
-        return query, context if isinstance(context, KeyValue) else self.project_context(context, rotate=rotate)
+            if self.context_dim is not None:
+                raise ValueError("cross-attention needs a context: (B, Lk, context_dim), or what project_context gave")
+            query, key, value = self.qkv(x).split([self.inner, self.inner_kv, self.inner_kv], dim=-1)
+            kept = KeyValue(self._heads(key, self.k_norm, rotate), self._heads(value))
+        else:
+            query = self.q(x) if self.context_dim is not None else _part(self.qkv, slice(self.inner), x)
+            kept = context if isinstance(context, KeyValue) else self.project_context(context, rotate=rotate)
+        return self._heads(query, self.q_norm, rotate), kept
 
-    def _split_kv(self, kv: Tensor, rotate: Rotate | None) -> KeyValue:
-        kv = kv.unflatten(-1, (2 * self.num_kv_heads, self.head_dim)).transpose(1, 2)
-        key, value = kv.chunk(2, dim=1)  # (B, G, Lk, D)
-        return KeyValue(self._prepare(key, self.k_norm, rotate), value)
-
-    @staticmethod
-    def _prepare(heads: Tensor, norm: nn.Module | None, rotate: Rotate | None) -> Tensor:
+    def _heads(self, flat: Tensor, norm: nn.Module | None = None, rotate: Rotate | None = None) -> Tensor:
+        # (B, L, H * D) -> (B, H, L, D), a view: making it contiguous costs more than the kernels gain
+        heads = flat.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         heads = heads if norm is None else norm(heads)
         return heads if rotate is None else rotate(heads)
 
@@ -263,9 +257,9 @@ class MultiHeadAttention(nn.Module):
         return f"{kind}, dim={self.dim}, heads={self.num_heads}, kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"
 
 
-def _rows(linear: nn.Linear, start: int | None, stop: int | None, x: Tensor) -> Tensor:
+def _part(linear: nn.Linear, rows: slice, x: Tensor) -> Tensor:
     """A product with some output rows of a merged projection; the slice is a view, nothing is copied."""
-    return F.linear(x, linear.weight[start:stop], None if linear.bias is None else linear.bias[start:stop])
+    return F.linear(x, linear.weight[rows], None if linear.bias is None else linear.bias[rows])
 
 
 def _nearest_divisor(of: int, to: int) -> int:
