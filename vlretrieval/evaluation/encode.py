@@ -1,0 +1,150 @@
+"""A split through the two encoders: embeddings for the first stage, and tokens for re-ranking where they are wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from vlretrieval.data.packed import PackedTokens
+from vlretrieval.evaluation.inputs import Inputs, by_length, in_order
+from vlretrieval.evaluation.sharing import Processes
+from vlretrieval.metrics.scores import IntArray, row_norms
+from vlretrieval.model.crossmodal import Encoded
+
+Float32 = npt.NDArray[np.float32]
+
+
+@dataclass
+class Texts:
+    """Texts encoded: embeddings (M, E), and their tokens end to end without padding, or None where not kept."""
+
+    embedding: Float32
+    tokens: Tensor | None = None  # (sum of lengths, dim)
+    begin: IntArray | None = None  # (M,) where each text's tokens begin
+    length: IntArray | None = None  # (M,) and how many they are
+
+    def rows(self, rows: IntArray) -> Encoded:
+        """The given texts, padded to the longest of them."""
+        assert self.tokens is not None and self.begin is not None and self.length is not None, "tokens were not kept"
+        start, length = self.begin[rows], self.length[rows]
+        steps = np.arange(length.max())
+        mask = torch.from_numpy(steps < length[:, None])
+        at = np.minimum(start[:, None] + steps, len(self.tokens) - 1)
+        # zeros where there is no token: never another text's hidden states, though the mask hides them anyway
+        tokens = self.tokens[torch.from_numpy(at)] * mask[..., None].to(self.tokens.device)
+        return Encoded(torch.from_numpy(self.embedding[rows]), tokens, mask.to(tokens.device))
+
+
+@dataclass
+class Images:
+    """Pictures encoded: embeddings (N, E), and their tokens (N, P, dim) or None where not kept."""
+
+    embedding: Float32
+    tokens: Tensor | None = None
+    mask: Tensor | None = None
+
+    def rows(self, rows: IntArray) -> Encoded:
+        assert self.tokens is not None, "tokens were not kept"
+        at = torch.from_numpy(rows)
+        mask = None if self.mask is None else self.mask[at]
+        return Encoded(torch.from_numpy(self.embedding[rows]), self.tokens[at], mask)
+
+
+@contextmanager
+def evaluating(model: nn.Module, precision: str = "float32") -> Iterator[torch.device]:
+    """The model as evaluation wants it: eval mode, no gradients, and the precision asked for and no other.
+
+    Yields the model's device. An autocast around the call (training's) is switched off for "float32".
+    """
+    if precision not in ("float32", "bfloat16", "float16"):
+        raise ValueError(f"precision={precision!r} is not known; choose float32, bfloat16 or float16")
+    parameter = next(model.parameters(), None)
+    device = torch.device("cpu") if parameter is None else parameter.device
+    training = model.training
+    model.eval()
+    try:
+        with (
+            torch.inference_mode(),
+            torch.autocast(
+                device.type,
+                enabled=precision != "float32",
+                dtype=getattr(torch, precision.replace("float32", "bfloat16")),
+            ),
+        ):
+            yield device
+    finally:
+        model.train(training)
+
+
+def encode_images(
+    model: Any,
+    inputs: Inputs,
+    device: torch.device,
+    *,
+    batch_size: int = 64,
+    tokens: bool = False,
+    processes: Processes = Processes(),  # noqa: B008  (frozen)
+    tell: Callable[[int], None] = lambda done: None,
+) -> Images:
+    """All N pictures. Non-finite embeddings are an error that names the picture."""
+
+    def compute(rows: IntArray) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        encoded = model.encode_image(inputs.pixels(rows).to(device))
+        tell(len(rows))
+        mask = None if not tokens or encoded.mask is None else encoded.mask.cpu()
+        return encoded.embedding.float().cpu(), encoded.tokens.cpu() if tokens else None, mask
+
+    parts = processes.share(in_order(len(inputs.split.image_ids), batch_size), compute)
+    embedding = torch.cat([part[0] for part in parts]).numpy()
+    row_norms(embedding, "image")
+    if not tokens:
+        return Images(embedding)
+    masks = [part[2] for part in parts if part[2] is not None]
+    return Images(
+        embedding, torch.cat([part[1] for part in parts if part[1] is not None]), torch.cat(masks) if masks else None
+    )
+
+
+def encode_texts(
+    model: Any,
+    inputs: Inputs,
+    packed: PackedTokens,
+    device: torch.device,
+    *,
+    batch_size: int = 256,
+    tokens: bool = False,
+    processes: Processes = Processes(),  # noqa: B008  (frozen)
+    name: str = "text",
+    tell: Callable[[int], None] = lambda done: None,
+) -> Texts:
+    """All texts of ``packed``, in batches of like length. Non-finite embeddings are an error that names the text."""
+    batches = by_length(packed.lengths(), batch_size)
+
+    def compute(rows: IntArray) -> tuple[Tensor, Tensor | None, IntArray]:
+        ids, mask = inputs.token_rows(packed, rows)
+        encoded = model.encode_text(ids.to(device), mask.to(device))
+        tell(len(rows))
+        real = mask.to(device) if encoded.mask is None else encoded.mask
+        kept = encoded.tokens[real].cpu() if tokens else None
+        return encoded.embedding.float().cpu(), kept, real.sum(1).cpu().numpy()
+
+    parts = processes.share(batches, compute)
+    order = np.concatenate(batches)
+    embedding = np.empty((len(packed), parts[0][0].shape[1]), dtype=np.float32)
+    embedding[order] = torch.cat([part[0] for part in parts]).numpy()
+    row_norms(embedding, name)
+    if not tokens:
+        return Texts(embedding)
+    flat = torch.cat([part[1] for part in parts if part[1] is not None])
+    encoded_lengths = np.concatenate([part[2] for part in parts])
+    begin = np.empty(len(packed), dtype=np.int64)  # texts stay in the order of encoding; who asks finds them by this
+    length = np.empty(len(packed), dtype=np.int64)
+    begin[order], length[order] = np.cumsum(encoded_lengths) - encoded_lengths, encoded_lengths
+    return Texts(embedding, flat, begin, length)

@@ -1,0 +1,49 @@
+"""Work shared by several processes, with a result that does not tell how many there were.
+
+Whole batches are dealt out, not samples: a batch is the same whoever computes it, so its floats are the same to the
+last digit with 1, 2 or 3 processes, and nothing is padded or repeated that would have to be dropped again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+T = TypeVar("T")
+Batch = TypeVar("Batch")
+
+
+@dataclass(frozen=True, slots=True)
+class Processes:
+    """Who shares the work. The default is this process alone, even in a distributed run (a validation on rank 0)."""
+
+    rank: int = 0
+    count: int = 1
+
+    @staticmethod
+    def all() -> Processes:
+        """All of the process group, which must be initialised; this process alone where there is none."""
+        if dist.is_available() and dist.is_initialized():
+            return Processes(dist.get_rank(), dist.get_world_size())
+        return Processes()
+
+    def share(self, batches: Sequence[Batch], compute: Callable[[Batch], T], at_once: int = 64) -> list[T]:
+        """``[compute(batch) for batch in batches]`` on every process, each batch computed by one of them.
+
+        Args:
+            compute: gives CPU tensors or plain data.
+            at_once: batches between two exchanges; bounds what travels at a time.
+        """
+        if self.count == 1:
+            return [compute(batch) for batch in batches]
+        results: list[T] = []
+        for start in range(0, len(batches), at_once * self.count):
+            group = batches[start : start + at_once * self.count]
+            mine = [compute(batch) for batch in group[self.rank :: self.count]]
+            gathered: list[Any] = [None] * self.count
+            dist.all_gather_object(gathered, mine)
+            results += [gathered[place % self.count][place // self.count] for place in range(len(group))]
+        return results

@@ -1,0 +1,115 @@
+"""metrics.json as tables on a terminal. Knows no model and computes nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+STAGES = {"first_stage": "first stage", "reranked": "re-ranked"}
+WAYS = {"t2i": "text to image", "i2t": "image to text"}
+
+
+def recall_rows(figures: dict[str, Any], ks: list[int]) -> list[list[str]]:
+    """One row a stage and direction: R@k with intervals, median and mean rank, MRR, rsum."""
+    rows = []
+    for stage, stage_name in STAGES.items():
+        if stage not in figures:
+            continue
+        for way, way_name in WAYS.items():
+            found = figures[stage][way]
+            cells = [stage_name, way_name]
+            for k in ks:
+                low_high = found.get("interval", {}).get(f"R@{k}")
+                cells.append(
+                    f"{found[f'R@{k}']:.1f}" + (f" [{low_high[0]:.1f}, {low_high[1]:.1f}]" if low_high else "")
+                )
+            cells += [f"{found['median_rank']:g}", f"{found['mean_rank']:.1f}", f"{found['MRR']:.3f}"]
+            cells.append(f"{figures[stage]['rsum']:.1f}" if way == "i2t" else "")
+            rows.append(cells)
+    return rows
+
+
+def notes(figures: dict[str, Any]) -> list[str]:
+    """What a reader must know beside the numbers: one sentence a line."""
+    protocol = figures["protocol"]
+    split = protocol["split"]
+    lines = [
+        f"{split['name']}: {split['images']} images, {split['captions']} captions, split hash {split['hash']}; "
+        f"positives: {protocol['positives']}; ties count {protocol['ties']}."
+    ]
+    if protocol["images_without_captions"]:
+        lines.append(f"{protocol['images_without_captions']} images without captions are left out of image to text.")
+    for way, beyond in protocol["k_beyond_gallery"].items():
+        if beyond:
+            lines.append(f"{WAYS[way]}: k = {', '.join(map(str, beyond))} lies beyond the gallery and takes all of it.")
+    for stage, stage_name in STAGES.items():
+        for way, way_name in WAYS.items():
+            if stage in figures and figures[stage][way]["tied_share"]:
+                found = figures[stage][way]
+                bounds = " / ".join(f"{value:.1f}" for value in found["ties"][f"R@{protocol['ks'][0]}"])
+                lines.append(
+                    f"{stage_name}, {way_name}: {found['tied_share']:.2f} % of the queries are tied with a wrong "
+                    f"candidate; R@{protocol['ks'][0]} with ties against / at random / for the model: {bounds}."
+                )
+    reranking = protocol["rerank"]
+    if "top_k" in reranking:
+        for way, used in reranking["top_k"].items():
+            clamped = " (the whole gallery)" if used < reranking["asked_top_k"] else ""
+            lines.append(f"{WAYS[way]}: the first {used}{clamped} are re-ranked by {reranking['score'].split(';')[0]}.")
+    elif reranking["asked_top_k"]:
+        lines.append(f"not re-ranked: {reranking['done'].removeprefix('no: ')}.")
+    if protocol["captions_truncated"]:
+        lines.append(f"{protocol['captions_truncated']} captions are longer than the context and were cut.")
+    if "by_image_id" in figures:
+        for stage, found in figures["by_image_id"].items():
+            lines.append(
+                f"{STAGES[stage]}, own pairs alone counted as true: R@1 text to image {found['t2i']['R@1']:.1f}, "
+                f"image to text {found['i2t']['R@1']:.1f}, rsum {found['rsum']:.1f}."
+                if "R@1" in found["t2i"]
+                else f"{STAGES[stage]}, own pairs alone counted as true: rsum {found['rsum']:.1f}."
+            )
+    return lines
+
+
+def negative_rows(negatives: dict[str, Any]) -> list[list[str]]:
+    """One row a kind: pairs, accuracy by cosine and by matching logit, and the difference of the two."""
+    rows = []
+    for kind, found in negatives.items():
+        cells = [kind, str(found["pairs"])]
+        for name, value in (("cosine", "accuracy"), ("match", "accuracy"), ("difference", "points")):
+            if name not in found:
+                cells.append("")
+                continue
+            sign = "+" if name == "difference" else ""
+            low_high = found[name].get("interval")
+            cells.append(
+                f"{found[name][value]:{sign}.1f}"
+                + (f" [{low_high[0]:{sign}.1f}, {low_high[1]:{sign}.1f}]" if low_high else "")
+            )
+        rows.append(cells)
+    return rows
+
+
+def print_figures(figures: dict[str, Any]) -> None:
+    """Everything a run of ``vlretrieval-evaluate`` says."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(soft_wrap=True)
+    ks = figures["protocol"]["ks"]
+
+    def show(title: str, heads: list[str], rows: list[list[str]], words: int) -> None:
+        table = Table(title=title, title_justify="left")
+        for place, head in enumerate(heads):
+            table.add_column(head, justify="left" if place < words else "right", no_wrap=True)
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+
+    heads = ["", "", *[f"R@{k}, %" for k in ks], "median rank", "mean rank", "MRR", "rsum"]
+    interval = " with 95 % intervals" if figures["protocol"]["intervals"]["replicates"] else ""
+    show(f"Recall{interval}", heads, recall_rows(figures, ks), 2)
+    if "hard_negatives" in figures:
+        heads = ["kind of fault", "pairs", "cosine, %", "cross-modal, %", "difference, points"]
+        show("Hard negatives: true caption above the false one", heads, negative_rows(figures["hard_negatives"]), 1)
+    for line in notes(figures):
+        console.print(line, highlight=False)
