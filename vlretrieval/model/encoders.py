@@ -128,6 +128,9 @@ class ImageEncoder(nn.Module):
             raise ValueError(f"patch_size={patch_size} does not divide image_size={image_size}")
         if not 0.0 <= patch_dropout < 1.0:
             raise ValueError(f"patch_dropout={patch_dropout} is not a share below 1")
+        if patch_dropout and position == "rotary":
+            # the turns go by reading order, and every picture loses other patches
+            raise ValueError(f"patch_dropout={patch_dropout} and position=rotary; take learned or sinusoidal positions")
         if pool not in ("first", "mean"):
             raise ValueError(f"pool={pool!r} is not known for pictures; choose first (a class token) or mean")
         self.dim, self.image_size, self.patch_size, self.pool = dim, image_size, patch_size, pool
@@ -162,7 +165,7 @@ class ImageEncoder(nn.Module):
         if pixels.shape[-2] % size or pixels.shape[-1] % size:
             raise ValueError(f"a picture of {tuple(pixels.shape[-2:])} pixels is no whole number of {size} px patches")
         grid = (pixels.shape[-2] // size, pixels.shape[-1] // size)
-        # a stride-p convolution is a product over flattened patches; as a product it needs no layout change on any device
+        # a stride-p convolution is a product over flattened patches, and as a product needs no change of layout
         x = pixels.unflatten(-1, (grid[1], size)).unflatten(-3, (grid[0], size))  # (B, 3, rows, p, columns, p)
         x = self.patches(x.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2))  # (B, P, dim)
         if self.class_token is not None:
@@ -170,8 +173,6 @@ class ImageEncoder(nn.Module):
         x = self.positions.add(x, grid)
         rotate = self.positions.rotate(grid, x.device)
         if self.training and self.patch_dropout:
-            if rotate is not None:
-                raise ValueError("patch_dropout with position=rotary is not supported; use learned or sinusoidal")
             x = self._drop_patches(x)
         tokens = self.transformer(x, rotate=rotate)
         return Hidden(pool_tokens(tokens, None, self.pool), tokens, None)

@@ -1,4 +1,4 @@
-"""Position information, outside the attention core: added to tokens (learned, sinusoidal) or turned into heads (rotary).
+"""Position information, outside the attention core: added to tokens (learned, sinusoidal) or turning heads (rotary).
 
 One-dimensional for text, two-dimensional for a grid of patches. ``prefix`` tokens (a class token) have no place.
 """
@@ -16,9 +16,9 @@ KINDS = ("learned", "sinusoidal", "rotary", "none")
 
 
 def sinusoid(places: Tensor, dim: int, base: float = 10000.0) -> Tensor:
-    """(L,) places -> (L, dim): sines and cosines of falling frequency (arXiv:1706.03762, sec. 3.5)."""
+    """(L,) places -> (L, dim), dim even: sines and cosines of falling frequency (arXiv:1706.03762, sec. 3.5)."""
     angles = places[:, None] * base ** (-torch.arange(0, dim, 2, device=places.device) / dim)
-    return torch.cat([angles.sin(), angles.cos()], dim=-1)[:, :dim]
+    return torch.cat([angles.sin(), angles.cos()], dim=-1)
 
 
 def grid_places(height: int, width: int, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
@@ -37,7 +37,7 @@ class Positions(nn.Module):
         dim: token width (learned and sinusoidal).
         head_dim: head width (rotary); a multiple of 2 in one dimension, of 4 on a grid.
         shape: (length,) for text or (rows, columns) for patches, the size it is trained for.
-        prefix: leading tokens without a place; rotary leaves them unturned, the others give them a learned or no offset.
+        prefix: leading tokens without a place; rotary leaves them unturned, the others add a learned offset or none.
     """
 
     def __init__(self, kind: str, dim: int, head_dim: int, shape: tuple[int, ...], *, prefix: int = 0):
@@ -74,13 +74,13 @@ class Positions(nn.Module):
             return None
         places = self._places(shape, device)
         width = self.head_dim // len(places)
-        frequency = 10000.0 ** (-torch.arange(0, width, 2, device=device) / width) if width else None
+        frequency = 10000.0 ** (-torch.arange(0, width, 2, device=device) / width)
         angles = torch.cat([axis[:, None] * frequency for axis in places], dim=-1)  # (L, D / 2)
         angles = F.pad(angles, (0, 0, self.prefix, 0))  # angle 0: a prefix token is not turned
         cos, sin = angles.cos(), angles.sin()
 
         def turn(heads: Tensor) -> Tensor:
-            first, second = heads.float().chunk(2, dim=-1)
+            first, second = heads.chunk(2, dim=-1)  # pairs (i, i + D / 2) turn, in float32 at least by type promotion
             c, s = cos[: heads.shape[-2]], sin[: heads.shape[-2]]
             return torch.cat([first * c - second * s, second * c + first * s], dim=-1).to(heads.dtype)
 
