@@ -8,12 +8,11 @@ import torch
 
 from tests.tiny_retrieval import TRANSFORM, FakeModel, tiny_split, tiny_tokenizer
 from vlretrieval.evaluation.encode import encode_images, encode_texts, evaluating
-from vlretrieval.evaluation.evaluate import Settings, evaluate, match_shortlists, reranked
+from vlretrieval.evaluation.evaluate import Settings, choose_weight, evaluate, match_shortlists, reranked
 from vlretrieval.evaluation.inputs import Inputs
 from vlretrieval.evaluation.rerank import even_groups, score_pairs
 from vlretrieval.evaluation.shortlist import shortlist
 from vlretrieval.evaluation.table import print_figures
-from vlretrieval.evaluation.validate import Validator
 from vlretrieval.metrics import rank_both
 
 
@@ -234,20 +233,19 @@ def test_the_model_comes_back_as_it_was_and_no_random_number_is_drawn(split, tok
     assert model.training and torch.equal(before, torch.get_rng_state())
 
 
-def test_validation_gives_flat_names_and_reads_the_split_once(split, tokenizer, monkeypatch):
-    validate = Validator(split, tokenizer, TRANSFORM, top_k=4, hard_negatives=True)
-    figures = validate(FakeModel())
-    assert {"test/t2i/R@1", "test/i2t/R@10", "test/rsum", "test/reranked/rsum", "test/negatives/other/match"} <= set(
-        figures
-    )
+def test_flat_names_for_training_and_a_split_read_once(split, tokenizer, monkeypatch):
+    settings, inputs = Settings(top_k=4, bootstrap=0), Inputs(split, tokenizer, TRANSFORM)
+    figures = evaluate(FakeModel(), split, tokenizer, TRANSFORM, settings, inputs=inputs).scalars("val/")
+    assert {"val/t2i/R@1", "val/i2t/R@10", "val/rsum", "val/reranked/rsum", "val/negatives/other/match"} <= set(figures)
     monkeypatch.setattr(split, "picture", lambda *a: pytest.fail("pictures are decoded once"))
-    assert validate(FakeModel()) == figures
+    assert evaluate(FakeModel(), split, tokenizer, TRANSFORM, settings, inputs=inputs).scalars("val/") == figures
 
 
 def test_training_autocast_does_not_reach_the_scores(split, tokenizer):
-    plain = Validator(split, tokenizer, TRANSFORM)(FakeModel())
+    settings = Settings(top_k=4, bootstrap=0)
+    plain = evaluate(FakeModel(), split, tokenizer, TRANSFORM, settings).figures
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert Validator(split, tokenizer, TRANSFORM)(FakeModel()) == plain
+        assert evaluate(FakeModel(), split, tokenizer, TRANSFORM, settings).figures == plain
 
 
 def test_metrics_json_holds_the_protocol_and_is_written_whole(split, tokenizer, tmp_path):
@@ -305,3 +303,16 @@ def test_no_pairs_give_no_logits(encoded):
     none = np.empty(0, dtype=np.int64)
     with evaluating(model) as device:
         assert score_pairs(model, images, texts, none, none, device).shape == (0,)
+
+
+def test_the_fusion_weight_is_the_one_with_the_best_rsum_on_the_split_it_is_chosen_on(encoded):
+    model, inputs, *_ = encoded
+    split = inputs.split
+    chosen = choose_weight(model, split, inputs.tokenizer, TRANSFORM, 8, inputs=inputs, grid=(None, 0.0, 0.5, 3.0))
+
+    def rsum(weight):
+        settings = Settings(top_k=8, weight=weight, bootstrap=0, hard_negatives=False)
+        outcome = evaluate(model, split, inputs.tokenizer, TRANSFORM, settings, inputs=inputs)
+        return outcome.figures["reranked"]["rsum"]
+
+    assert rsum(chosen) == max(rsum(weight) for weight in (None, 0.0, 0.5, 3.0))

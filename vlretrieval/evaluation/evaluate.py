@@ -1,4 +1,4 @@
-"""One function measures a model on a split: first stage, re-ranking, hard negatives, and the protocol they are under."""
+"""One function measures a model on a split: both stages, hard negatives, and the protocol the figures stand under."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ from vlretrieval.evaluation.rerank import NOISE, fuse, rerank, score_pairs, uniq
 from vlretrieval.evaluation.sharing import Processes
 from vlretrieval.evaluation.shortlist import shortlist
 from vlretrieval.metrics.ranks import Ranks, rank_both
-from vlretrieval.metrics.recall import both_directions
+from vlretrieval.metrics.recall import both_directions, recall_at
 from vlretrieval.metrics.scores import IntArray, pair_scores
 
 Floats = npt.NDArray[np.float64]
 
+WEIGHTS = (None, *(round(0.1 * 2 ** (step / 2), 3) for step in range(13)))  # tried by choose_weight, 0.1 to 6.4
 COSINE_NOISE = 1e-6  # the same text in another batch: its cosine moves by about so much in float32
 
 
@@ -60,6 +61,7 @@ class Settings:
     def __post_init__(self) -> None:
         if not self.ks or min(self.ks) < 1:
             raise ValueError(f"ks={list(self.ks)}: recall needs at least one k, each 1 or more")
+        object.__setattr__(self, "ks", tuple(int(k) for k in self.ks))
         if self.top_k < 0:
             raise ValueError(f"top_k={self.top_k} is negative; 0 leaves re-ranking out")
         if self.batch_size < 1:
@@ -241,6 +243,36 @@ def reranked(
     ):
         ways.append(rerank(ranks, candidates, *fuse(cosine, match, logit_scale, weight), pairs))
     return ways[0], ways[1]
+
+
+def choose_weight(
+    model: Any,
+    split: Split,
+    tokenizer: Tokenizer,
+    transform: Transform,
+    top_k: int,
+    processes: Processes = Processes(),  # noqa: B008  (frozen)
+    *,
+    inputs: Inputs | None = None,
+    grid: Sequence[float | None] = WEIGHTS,
+) -> float | None:
+    """The fusion weight with the highest re-ranked rsum on ``split``, which must not be the one measured later.
+
+    None, the matching logit alone, wins a draw; then the smaller weight.
+    """
+    if model.crossmodal is None or top_k == 0:
+        return None
+    settings = Settings(top_k=top_k, hard_negatives=False, bootstrap=0)
+    outcome = evaluate(model, split, tokenizer, transform, settings, inputs=inputs, processes=processes)
+    shortlists = outcome.shortlists
+    assert shortlists is not None
+    scale = outcome.figures["protocol"]["rerank"]["logit_scale"]
+
+    def rsum(weight: float | None) -> float:
+        ways = reranked(outcome.ranks["first_stage"], shortlists, split.positives, scale, weight)
+        return sum(recall_at(ranks, k) for ranks in ways for k in settings.ks)
+
+    return max(grid, key=rsum)
 
 
 def score_negatives(

@@ -6,10 +6,14 @@ last digit with 1, 2 or 3 processes, and nothing is padded or repeated that woul
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 T = TypeVar("T")
@@ -47,3 +51,22 @@ class Processes:
             dist.all_gather_object(gathered, mine)
             results += [gathered[place % self.count][place // self.count] for place in range(len(group))]
         return results
+
+
+@contextmanager
+def process_group(hours: float = 6) -> Iterator[Processes]:
+    """The processes that a launcher (torchrun) started, joined for the length of the block; alone without a launcher.
+
+    Args:
+        hours: how long a process waits for the others; they share the work, so they come together often.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
+        yield Processes.all()
+        return
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group("gloo", timeout=timedelta(hours=hours))  # what is exchanged lies on the CPU
+    try:
+        yield Processes.all()
+    finally:
+        dist.destroy_process_group()
