@@ -12,7 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def positive_pairs(image_ids: Tensor, caption_ids: Tensor, other_image_ids: Tensor, other_caption_ids: Tensor) -> Tensor:
+def positive_pairs(
+    image_ids: Tensor, caption_ids: Tensor, other_image_ids: Tensor, other_caption_ids: Tensor
+) -> Tensor:
     """(B, M) bool: pairs i and j share their picture or their caption text, so they are no negatives of each other.
 
     Args:
@@ -39,8 +41,8 @@ def info_nce(
         logit_scale: scalar, multiplies cosines (the inverse of a temperature).
         positives: (B, M) bool, True where pair i and pair j share their picture or their caption, so that image i goes
             with text j and text i with image j; None means the diagonal. Each row spreads its target evenly over its
-            positives (the L_out form of arXiv:2004.11362, eq. 2), so that two captions of one image in a batch never count
-            against each other.
+            positives (the L_out form of arXiv:2004.11362, eq. 2), so that two captions of one image in a batch never
+            count against each other.
         all_image_emb, all_text_emb: (M, E) embeddings of all ranks, of which this rank's rows are a part; None means
             the B rows themselves. Memory is O(B M), never O(M^2).
         label_smoothing: share of each target spread over the whole row.
@@ -57,7 +59,9 @@ def info_nce(
         target = positives / positives.sum(1, keepdim=True)
 
     def one_way(queries: Tensor, gallery: Tensor) -> Tensor:
-        return F.cross_entropy(logit_scale * queries.float() @ gallery.float().T, target, label_smoothing=label_smoothing)
+        return F.cross_entropy(
+            logit_scale * queries.float() @ gallery.float().T, target, label_smoothing=label_smoothing
+        )
 
     return (one_way(image_emb, all_text_emb) + one_way(text_emb, all_image_emb)) / 2
 
@@ -75,14 +79,16 @@ def sigmoid_loss(
     """Pairwise sigmoid loss (SigLIP, arXiv:2303.15343, eq. 1).
 
     Args:
-        image_emb, text_emb, logit_scale, positives, all_text_emb: as in :func:`info_nce`. Each pair of an image and a text is
-            met once, with the image's rank, so ``all_image_emb`` is taken and not used.
+        image_emb, text_emb, logit_scale, positives, all_text_emb: as in :func:`info_nce`. Each pair of image and text
+            is met once, with the image's rank, so ``all_image_emb`` is taken and not used.
         logit_bias: added to every scaled cosine.
 
     Returns:
         Scalar float32, nats per image: summed over texts, averaged over images, as in the paper.
     """
-    logits = logit_scale * image_emb.float() @ (text_emb if all_text_emb is None else all_text_emb).float().T + logit_bias
+    logits = (
+        logit_scale * image_emb.float() @ (text_emb if all_text_emb is None else all_text_emb).float().T + logit_bias
+    )
     positives = _or_diagonal(positives, logits)
     return F.softplus(torch.where(positives, -logits, logits)).sum() / len(logits)
 
@@ -100,8 +106,8 @@ def max_hinge(
     """Hinge with the hardest negative (VSE++, arXiv:1707.05612, eq. 6), on cosines.
 
     Args:
-        image_emb, text_emb, positives, all_image_emb, all_text_emb: as in :func:`info_nce`; ``logit_scale`` is taken and
-            not used.
+        image_emb, text_emb, positives, all_image_emb, all_text_emb: as in :func:`info_nce`; ``logit_scale`` is taken
+            and not used.
         margin: in cosine.
 
     Returns:
@@ -133,7 +139,7 @@ class HardNegatives(NamedTuple):
 def sample_hard_negatives(
     scores: Tensor, positives: Tensor, count: int = 1, *, uniform: Tensor | None = None
 ) -> HardNegatives:
-    """Draws negatives in proportion to exp(score), among those that are none of the row's positives (ALBEF, arXiv:2107.07651).
+    """Draws negatives in proportion to exp(score), none of the row's positives among them (ALBEF, arXiv:2107.07651).
 
     Args:
         scores: (B, M) scaled similarities, any finite range.
@@ -142,10 +148,10 @@ def sample_hard_negatives(
         uniform: (B, M) draws from [0, 1) that decide; None takes fresh ones from torch's global state.
 
     Returns:
-        :class:`HardNegatives`; a row whose every column is a positive draws nothing (its ``index`` is 0, ``drawn`` False).
+        :class:`HardNegatives`; a row whose every column is a positive draws nothing (``index`` 0, ``drawn`` False).
     """
     drawn = ~positives.all(1)
-    # exp(score + Gumbel) ranks as draws without replacement do, in log space: no probability can underflow to a zero sum
+    # score + Gumbel noise ranks as draws without replacement do, in log space: no probability can underflow to 0
     uniform = torch.rand(scores.shape, device=scores.device) if uniform is None else uniform
     keys = scores.detach().float() - torch.log(-torch.log(uniform.clamp(1e-20, 1 - 1e-7)))
     keys = keys.masked_fill(positives, -torch.inf)
@@ -174,3 +180,21 @@ def matching_loss(positive: Tensor, negatives: Tensor, valid: Tensor | None = No
         valid = torch.ones_like(wrong, dtype=torch.bool)
     false = torch.where(valid, wrong, 0).sum() / valid.sum().clamp(min=1)
     return (true + false) / 2
+
+
+def ranking_loss(logits: Tensor, valid: Tensor | None = None) -> Tensor:
+    """Cross-entropy of picking the true candidate of each query, the first, among its hard negatives.
+
+    What re-ranking asks of a matching logit: only differences within one query's candidates count.
+
+    Args:
+        logits: (B, 1 + N), column 0 the true pair.
+        valid: (B, N) bool, False where a negative could not be drawn.
+
+    Returns:
+        Scalar float32, nats per query; a query without a negative contributes 0.
+    """
+    logits = logits.float()
+    if valid is not None:
+        logits = torch.cat([logits[:, :1], logits[:, 1:].masked_fill(~valid, -torch.inf)], dim=1)
+    return -logits.log_softmax(1)[:, 0].mean()

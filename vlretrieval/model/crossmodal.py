@@ -1,8 +1,8 @@
-"""Cross-modal heads: one modality's tokens query the other's, and a matching logit says whether the two belong together.
+"""Cross-modal heads: one modality's tokens query the other's, and a matching logit says whether they belong together.
 
-Text-to-image heads find the region that a word means, image-to-text heads the words that a region means; ``joint`` is one
-stream over both (the ViLT way), for comparison. The first two attend to kept keys and values, so that re-ranking projects a
-gallery picture once, however many captions it meets.
+Text-to-image heads find the region that a word means, image-to-text heads the words that a region means; ``joint`` is
+one stream over both (the ViLT way), for comparison. The first two attend to kept keys and values, so that re-ranking
+projects a gallery picture once, however many captions it meets.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -19,7 +20,7 @@ from vlretrieval.model.transformer import Block, Transformer, pool_tokens
 
 @dataclass
 class Encoded:
-    """One modality of a batch: embedding (B, E) unit float32, tokens (B, T, dim), mask (B, T) bool or None (all real)."""
+    """One modality of a batch: embedding (B, E) unit float32, tokens (B, T, dim), mask (B, T) bool, None: all real."""
 
     embedding: Tensor
     tokens: Tensor
@@ -28,17 +29,27 @@ class Encoded:
     def __len__(self) -> int:
         return len(self.embedding)
 
-    def index(self, rows: Tensor | slice) -> Encoded:
-        """The given rows, in the given order."""
+    def index(self, rows: Tensor) -> Encoded:
+        """The given rows (int64), in the given order."""
+        mask = None if self.mask is None else take(self.mask, rows)
+        return Encoded(take(self.embedding, rows), take(self.tokens, rows), mask)
+
+    def part(self, rows: slice) -> Encoded:
+        """A run of rows, as views."""
         return Encoded(self.embedding[rows], self.tokens[rows], None if self.mask is None else self.mask[rows])
+
+
+def take(tensor: Tensor, rows: Tensor) -> Tensor:
+    """Rows of a tensor. The backward pass of ``tensor[rows]`` would be several times dearer on a CPU."""
+    return tensor.index_select(0, rows)
 
 
 @dataclass
 class Kept:
     """What re-ranking keeps of N pictures.
 
-    ``text_to_image`` holds the K/V of each text-to-image layer, ``tokens`` (N, P, dim) what image-to-text heads query with
-    (None where there are none).
+    ``text_to_image`` holds the K/V of each text-to-image layer, ``tokens`` (N, P, dim) what image-to-text heads query
+    with (None where there are none).
     """
 
     text_to_image: tuple[KeyValue, ...]
@@ -48,12 +59,12 @@ class Kept:
     def __len__(self) -> int:
         return len(self.tokens) if self.tokens is not None else len(self.text_to_image[0].key)
 
-    def index(self, rows: Tensor | slice) -> Kept:
-        """The given pictures, in the given order."""
+    def index(self, rows: Tensor) -> Kept:
+        """The given pictures (int64), in the given order."""
         return Kept(
-            tuple(KeyValue(kv.key[rows], kv.value[rows]) for kv in self.text_to_image),
-            None if self.tokens is None else self.tokens[rows],
-            None if self.mask is None else self.mask[rows],
+            tuple(kv.index(rows) for kv in self.text_to_image),
+            None if self.tokens is None else take(self.tokens, rows),
+            None if self.mask is None else take(self.mask, rows),
         )
 
     @property
@@ -95,7 +106,9 @@ class CrossModalHead(nn.Module):
     ):
         super().__init__()
         if depth < 1:
-            raise ValueError(f"depth={depth}: a cross-modal head needs at least one block; set its head count to 0 to leave it out")
+            raise ValueError(
+                f"depth={depth}: a cross-modal head needs at least one block; set its head count to 0 to leave it out"
+            )
         if pool not in ("first", "mean"):
             raise ValueError(f"pool={pool!r} is not known for cross-modal heads; choose first or mean")
         self.pool, self.activation_checkpointing = pool, activation_checkpointing
@@ -145,15 +158,13 @@ class CrossModalHead(nn.Module):
         x = queries
         for number, (block, kept) in enumerate(zip(self.blocks, context, strict=True)):
             last = number == len(self.blocks) - 1 and self.pool == "first"
-            arguments = dict(
-                key_mask=query_mask, context=kept, context_mask=context_mask, first=1 if last else None
-            )
+            arguments = dict(key_mask=query_mask, context=kept, context_mask=context_mask, first=1 if last else None)
             if self.activation_checkpointing and self.training:
                 x = checkpoint(block, x, use_reentrant=False, **arguments)
             else:
                 x = block(x, **arguments)
         pooled = pool_tokens(x, None if self.pool == "first" else query_mask, self.pool)
-        return self.logit(self.norm(pooled)).squeeze(-1).float()
+        return _logit(self.logit, self.norm(pooled))
 
 
 class JointHead(nn.Module):
@@ -173,9 +184,17 @@ class JointHead(nn.Module):
 
     def forward(self, image: Tensor, image_mask: Tensor | None, text: Tensor, text_mask: Tensor | None) -> Tensor:
         """(B, P, image_dim) and (B, L, text_dim) with their masks -> (B,) float32 matching logits."""
-        stream = torch.cat([self.from_text(text) + self.type_embedding[0], self.from_image(image) + self.type_embedding[1]], dim=1)
+        stream = torch.cat(
+            [self.from_text(text) + self.type_embedding[0], self.from_image(image) + self.type_embedding[1]], dim=1
+        )
         mask = torch.cat([_full(text, text_mask), _full(image, image_mask)], dim=1)
-        return self.logit(self.transformer(stream, key_mask=mask)[:, 0]).squeeze(-1).float()
+        return _logit(self.logit, self.transformer(stream, key_mask=mask)[:, 0])
+
+
+def _logit(linear: nn.Linear, pooled: Tensor) -> Tensor:
+    """(B, dim) -> (B,) float32 under autocast too: logits rank a shortlist, and in bfloat16 they would tie."""
+    with torch.autocast(pooled.device.type, enabled=False):
+        return F.linear(pooled.float(), linear.weight.float(), linear.bias.float()).squeeze(-1)
 
 
 def _full(tokens: Tensor, mask: Tensor | None) -> Tensor:
@@ -217,11 +236,19 @@ class CrossModal(nn.Module):
         activation_checkpointing: bool = False,
     ):
         super().__init__()
-        shared = dict(mlp_ratio=mlp_ratio, qk_norm=qk_norm, dropout=dropout, activation_checkpointing=activation_checkpointing)
+        shared = dict(
+            mlp_ratio=mlp_ratio, qk_norm=qk_norm, dropout=dropout, activation_checkpointing=activation_checkpointing
+        )
         crossed = dict(num_kv_heads=num_kv_heads, head_dim=head_dim, **shared)
         self.text_to_image = (
             CrossModalHead(
-                text_dim, image_dim, text_to_image, text_to_image_depth, self_heads=text_self_heads, pool="first", **crossed
+                text_dim,
+                image_dim,
+                text_to_image,
+                text_to_image_depth,
+                self_heads=text_self_heads,
+                pool="first",
+                **crossed,
             )
             if text_to_image
             else None
@@ -248,6 +275,8 @@ class CrossModal(nn.Module):
 
     def forward(self, image: Kept, text: Encoded) -> Tensor:
         """(C pictures, B texts), each picture with its B / C consecutive texts -> (B,) float32 matching logits."""
+        if len(text) % len(image):
+            raise ValueError(f"{len(text)} texts cannot be shared out evenly to {len(image)} pictures")
         logits = []
         if self.text_to_image is not None:
             logits.append(self.text_to_image(text.tokens, text.mask, image.text_to_image, image.mask))

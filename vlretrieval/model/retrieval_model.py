@@ -49,7 +49,7 @@ class RetrievalModel(nn.Module):
 
     @property
     def logit_scale(self) -> Tensor:
-        """Scalar float32 that multiplies cosines: the exp of the learnt log, at most 100 (arXiv:2103.00020, sec. 2.5)."""
+        """Scalar float32 that multiplies cosines: exp of the learnt log, at most 100 (arXiv:2103.00020, sec. 2.5)."""
         return self.log_logit_scale.float().clamp(max=math.log(MAX_LOGIT_SCALE)).exp()
 
     def encode_image(self, pixels: Tensor) -> Encoded:
@@ -81,7 +81,9 @@ class RetrievalModel(nn.Module):
 
     def _heads(self) -> CrossModal:
         if self.crossmodal is None:
-            raise ValueError("this model is a plain dual encoder and cannot match; give it cross-modal heads (heads=cross)")
+            raise ValueError(
+                "this model is a plain dual encoder and cannot match; give it cross-modal heads (heads=cross)"
+            )
         return self.crossmodal
 
 

@@ -14,7 +14,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback, Checkpoint
 
-from vlretrieval.training.checkpoint_io import newest_first, sync_folder, sweep_partials
+from vlretrieval.training.checkpoint_io import newest_first, sweep_partials, sync_folder
 
 log = logging.getLogger(__name__)
 
@@ -58,8 +58,8 @@ class Validation(Callback):
 class Checkpoints(Checkpoint):
     """Keeps the best checkpoint by a validation metric and the newest few by step.
 
-    ``best.ckpt`` is the best, ``step-N.ckpt`` the newest ``keep`` (two, so that a torn one has a predecessor), ``last.ckpt``
-    another name of the newest.
+    ``best.ckpt`` is the best, ``step-N.ckpt`` the newest ``keep`` (two, so that a torn one has a predecessor),
+    ``last.ckpt`` another name of the newest.
 
     Args:
         folder: where they go.
@@ -86,7 +86,9 @@ class Checkpoints(Checkpoint):
         if trainer.is_global_zero:
             self.folder.mkdir(parents=True, exist_ok=True)
             if not os.access(self.folder, os.W_OK):
-                raise ValueError(f"checkpoints cannot be written to {self.folder}: it is read-only; set another output_dir")
+                raise ValueError(
+                    f"checkpoints cannot be written to {self.folder}: it is read-only; set another output_dir"
+                )
             sweep_partials(self.folder)
 
     def state_dict(self) -> dict[str, Any]:

@@ -18,8 +18,8 @@ PARTIAL = ".partial"
 class AtomicCheckpointIO(CheckpointIO):
     """Writes a checkpoint to a temporary name in the same folder, syncs it and renames it.
 
-    Lightning's own stages in the temporary folder and moves: across file systems that is a copy over the good file, and a full
-    disk tears the one before.
+    Lightning's own stages in the temporary folder and moves: across file systems that is a copy over the good file, and
+    a full disk tears the one before.
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:

@@ -96,9 +96,14 @@ def description(cfg: DictConfig, data: RetrievalData) -> dict[str, Any]:
 def say_what_is_built(model: RetrievalModel) -> None:
     parameters = sum(p.numel() for p in model.parameters())
     if model.crossmodal is None:
-        log.info("a plain dual encoder of %s parameters: no cross-modal heads, so no matching loss and no re-ranking", f"{parameters:,}")
+        log.info(
+            "a plain dual encoder of %s parameters: no cross-modal heads, so no matching loss and no re-ranking",
+            f"{parameters:,}",
+        )
         return
-    kinds = [name for name in ("text_to_image", "image_to_text", "joint") if getattr(model.crossmodal, name) is not None]
+    kinds = [
+        name for name in ("text_to_image", "image_to_text", "joint") if getattr(model.crossmodal, name) is not None
+    ]
     log.info("a dual encoder with %s cross-modal heads, %s parameters", " and ".join(kinds), f"{parameters:,}")
 
 

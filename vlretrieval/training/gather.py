@@ -21,8 +21,8 @@ def world() -> tuple[int, int]:
 def gather_rows(rows: Tensor) -> Tensor:
     """(B, ...) of each rank -> (W B, ...) in rank order; gradients go back to the rank that they belong to.
 
-    With the loss averaged over a rank's own rows and gradients averaged over ranks (what DDP does), the gradient is that of
-    the whole batch on one process. Every rank must bring equally many rows.
+    With the loss averaged over a rank's own rows and gradients averaged over ranks (what DDP does), the gradient is
+    that of the whole batch on one process. Every rank must bring equally many rows.
     """
     if world()[1] == 1:
         return rows

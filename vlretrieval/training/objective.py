@@ -12,6 +12,7 @@ from torch import Tensor
 from vlretrieval import losses
 from vlretrieval.model.crossmodal import Encoded
 from vlretrieval.model.retrieval_model import RetrievalModel
+from vlretrieval.training.length_buckets import match_pairs
 
 
 @dataclass
@@ -37,14 +38,34 @@ class Pairs:
     negative_valid: Tensor | None = None
 
 
+@dataclass
+class MatchingLogits:
+    """Matching logits of one step, true pairs first.
+
+    Attributes:
+        by_image: (B, 1 + n) each picture with its own caption, then false ones; ``image_valid`` (B, n) bool,
+            False where none could be drawn.
+        by_text: (B, c) each caption with false pictures; ``text_valid`` (B, c) bool.
+    """
+
+    by_image: Tensor
+    image_valid: Tensor
+    by_text: Tensor
+    text_valid: Tensor
+
+
 class Objective:
-    """Contrastive and matching loss, mixed by weight.
+    """Contrastive loss on embeddings, matching and ranking losses on the cross-modal heads' logits, mixed by weight.
 
     Args:
         contrastive: ``(image_emb, text_emb, logit_scale, positives, all_image_emb=, all_text_emb=) -> scalar``, e.g. a
             partial of :func:`vlretrieval.losses.info_nce`.
-        contrastive_weight, matching_weight: of the two losses; 0 leaves one out.
+        contrastive_weight: of it; 0 leaves it out.
+        matching_weight: of the binary loss, does this pair belong together (:func:`vlretrieval.losses.matching_loss`).
+        ranking_weight: of picking the true one among hard negatives (:func:`vlretrieval.losses.ranking_loss`).
         matching_negatives: in-batch hard negatives drawn for each picture and for each caption.
+        length_buckets: runs of like length in which captions are computed, each padded to its own longest. Above 1 it
+            saves work on a CPU where pictures are small and captions of mixed length; 1 is right on a GPU.
     """
 
     def __init__(
@@ -53,22 +74,29 @@ class Objective:
         *,
         contrastive_weight: float = 1.0,
         matching_weight: float = 1.0,
+        ranking_weight: float = 0.0,
         matching_negatives: int = 1,
+        length_buckets: int = 1,
     ):
-        if min(contrastive_weight, matching_weight) < 0 or contrastive_weight + matching_weight == 0:
-            raise ValueError(
-                f"contrastive_weight={contrastive_weight}, matching_weight={matching_weight}: "
-                "neither may be negative, and one must be above 0"
-            )
+        weights = dict(contrastive=contrastive_weight, matching=matching_weight, ranking=ranking_weight)
+        if min(weights.values()) < 0 or not any(weights.values()):
+            given = ", ".join(f"{name}_weight={value}" for name, value in weights.items())
+            raise ValueError(f"{given}: none may be negative, and one must be above 0")
         if matching_negatives < 1:
             raise ValueError(f"matching_negatives={matching_negatives}: the matching loss needs at least 1")
-        self.contrastive, self.contrastive_weight = contrastive, contrastive_weight
-        self.matching_weight, self.matching_negatives = matching_weight, matching_negatives
+        if length_buckets < 1:
+            raise ValueError(f"length_buckets={length_buckets} must be at least 1")
+        self.contrastive, self.weights = contrastive, weights
+        self.matching_negatives, self.length_buckets = matching_negatives, length_buckets
+
+    def matches(self, model: RetrievalModel) -> bool:
+        """Whether the matching logits are needed: something weighs them, and the model has heads that give them."""
+        return model.crossmodal is not None and bool(self.weights["matching"] or self.weights["ranking"])
 
     def __call__(self, model: RetrievalModel, pairs: Pairs) -> tuple[Tensor, dict[str, Tensor]]:
         """The scalar to minimise, and what to log: each loss, and the share of pairs that matching gets right."""
-        total, parts = pairs.image.embedding.new_zeros(()), {}
-        if self.contrastive_weight:
+        parts: dict[str, Tensor] = {}
+        if self.weights["contrastive"]:
             parts["contrastive"] = self.contrastive(
                 pairs.image.embedding,
                 pairs.text.embedding,
@@ -77,29 +105,39 @@ class Objective:
                 all_image_emb=pairs.all_image.embedding,
                 all_text_emb=pairs.all_text.embedding,
             )
-            total = total + self.contrastive_weight * parts["contrastive"]
-        if self.matching_weight and model.crossmodal is not None:
-            true, false, valid = matching_logits(model, pairs, self.matching_negatives)
-            parts["matching"] = losses.matching_loss(true, false, valid)
-            total = total + self.matching_weight * parts["matching"]
+        accuracy = {}
+        if self.matches(model):
+            logits = matching_logits(model, pairs, self.matching_negatives, self.length_buckets)
+            false = torch.cat([logits.by_image[:, 1:].flatten(), logits.by_text.flatten()])
+            valid = torch.cat([logits.image_valid.flatten(), logits.text_valid.flatten()])
+            true = logits.by_image[:, 0]
+            if self.weights["matching"]:
+                parts["matching"] = losses.matching_loss(true, false, valid)
+            if self.weights["ranking"]:
+                parts["ranking"] = (
+                    losses.ranking_loss(logits.by_image, logits.image_valid)
+                    + losses.ranking_loss(torch.cat([true[:, None], logits.by_text], dim=1), logits.text_valid)
+                ) / 2
             rejected = ((false < 0) & valid).sum() / valid.sum().clamp(min=1)
-            parts["matching_accuracy"] = ((true > 0).float().mean() + rejected) / 2
-        return total, {name: value.detach() for name, value in parts.items()}
+            accuracy["matching_accuracy"] = ((true > 0).float().mean() + rejected) / 2
+        if not parts:
+            raise ValueError("nothing to train on: contrastive_weight=0, and the model has no cross-modal heads")
+        total = torch.stack([self.weights[name] * value for name, value in parts.items()]).sum()
+        return total, {name: value.detach() for name, value in (parts | accuracy).items()}
 
 
-def matching_logits(model: RetrievalModel, pairs: Pairs, count: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+def matching_logits(model: RetrievalModel, pairs: Pairs, count: int = 1, length_buckets: int = 1) -> MatchingLogits:
     """Matching logits of true pairs, and of false ones: hard negatives of the batch and the data's own.
 
-    A picture's keys and values are projected once and serve all the captions it meets in the step: its own, ``count`` hard ones
-    of the batch and the data's. Then each caption meets ``count`` hard pictures.
-
-    Returns:
-        (B,) logits of true pairs; (N,) logits of false pairs; (N,) bool, False where none could be drawn.
+    A picture's keys and values are projected once and serve all the captions it meets in the step: its own, ``count``
+    hard ones of the batch and the data's. Then each caption meets ``count`` hard pictures.
     """
     image, text, all_text = pairs.image, pairs.text, pairs.all_text
+    batch, device = len(image), image.tokens.device
     with torch.no_grad():
         scale = model.logit_scale
-        to_text, to_image = scale * model.similarity(image, all_text), scale * model.similarity(pairs.all_image, text).T
+        to_text = scale * model.similarity(image, all_text)
+        to_image = scale * model.similarity(pairs.all_image, text).T
         hard_text = losses.sample_hard_negatives(to_text, pairs.positives, count, uniform=pairs.uniform[0])
         hard_image = losses.sample_hard_negatives(to_image, pairs.positives, count, uniform=pairs.uniform[1])
 
@@ -108,32 +146,39 @@ def matching_logits(model: RetrievalModel, pairs: Pairs, count: int = 1) -> tupl
     if pairs.negatives is not None and pairs.negative_valid is not None:
         candidates.append(pairs.negatives)
         valid.append(pairs.negative_valid)
-    kept = model.keep_image(image)
-    by_image = model.match_kept(kept, _side_by_side(candidates, len(image))).view(len(image), -1)
+    texts, each = _side_by_side(candidates, batch), sum(len(part) for part in candidates) // batch
 
-    here = pairs.all_image is image
-    met = kept.index(hard_image.index.flatten()) if here else model.keep_image(pairs.all_image.index(hard_image.index.flatten()))
-    by_text = model.match_kept(met, _repeat(text, count))
-    return (
-        by_image[:, 0],
-        torch.cat([by_image[:, 1:].flatten(), by_text]),
-        torch.cat([torch.cat(valid, dim=1).flatten(), hard_image.drawn[:, None].expand(-1, count).flatten()]),
+    kept = model.keep_image(image)
+    if pairs.all_image is image:
+        met, met_rows = kept, hard_image.index.flatten()
+    else:  # other ranks' pictures: projected for this rank's captions
+        met = model.keep_image(pairs.all_image.index(hard_image.index.flatten()))
+        met_rows = torch.arange(batch * count, device=device)
+    repeated = torch.arange(batch, device=device).repeat_interleave(count)
+    if length_buckets == 1:  # each picture's K/V are read in place
+        by_image = model.match_kept(kept, texts)
+        by_text = model.match_kept(met.index(met_rows), text.index(repeated))
+    else:
+        own = torch.arange(batch, device=device).repeat_interleave(each)
+        by_image = match_pairs(model, kept, texts, own, torch.arange(batch * each, device=device), length_buckets)
+        by_text = match_pairs(model, met, text, met_rows, repeated, length_buckets)
+    return MatchingLogits(
+        by_image.view(batch, each),
+        torch.cat(valid, dim=1),
+        by_text.view(batch, count),
+        hard_image.drawn[:, None].expand(-1, count),
     )
 
 
 def _side_by_side(parts: list[Encoded], batch: int) -> Encoded:
-    """Parts of B * k_i rows each -> B * sum(k_i) rows, a picture's candidates next to each other, padded to the longest."""
+    """Parts of B * k_i rows each -> B * sum(k_i) rows, a picture's candidates side by side, padded to the longest."""
     length = max(part.tokens.shape[1] for part in parts)
     tokens = [F.pad(p.tokens, (0, 0, 0, length - p.tokens.shape[1])).unflatten(0, (batch, -1)) for p in parts]
     masks = [F.pad(_mask(p), (0, length - p.tokens.shape[1])).unflatten(0, (batch, -1)) for p in parts]
     embedding = torch.cat([p.embedding.unflatten(0, (batch, -1)) for p in parts], dim=1)
-    return Encoded(embedding.flatten(0, 1), torch.cat(tokens, dim=1).flatten(0, 1), torch.cat(masks, dim=1).flatten(0, 1))
-
-
-def _repeat(encoded: Encoded, count: int) -> Encoded:
-    if count == 1:
-        return encoded
-    return encoded.index(torch.arange(len(encoded), device=encoded.tokens.device).repeat_interleave(count))
+    return Encoded(
+        embedding.flatten(0, 1), torch.cat(tokens, dim=1).flatten(0, 1), torch.cat(masks, dim=1).flatten(0, 1)
+    )
 
 
 def _mask(encoded: Encoded) -> Tensor:

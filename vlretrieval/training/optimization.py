@@ -26,7 +26,8 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """The trainable parameters in groups of like rate and decay.
 
-    Norms, biases, position and class embeddings and the logit scale are not decayed (they have one dimension, or are looked up).
+    Norms, biases, position and class embeddings and the logit scale are not decayed: they have one
+    dimension, or are looked up.
 
     Args:
         lr: the base learning rate.

@@ -17,6 +17,7 @@ from vlretrieval.data.datasets import Batch
 from vlretrieval.model.crossmodal import Encoded
 from vlretrieval.model.retrieval_model import MAX_LOGIT_SCALE, RetrievalModel
 from vlretrieval.training.gather import gather_encoded, gather_rows, world
+from vlretrieval.training.length_buckets import encode_text
 from vlretrieval.training.objective import Objective, Pairs
 
 
@@ -28,7 +29,7 @@ class RetrievalTask(pl.LightningModule):
         objective: gives the loss of one step's pairs.
         optimizer: ``model -> Optimizer``.
         scheduler: ``(optimizer, total_steps=) -> LRScheduler``, stepped once an optimizer step; None keeps the rate.
-        seed: with the step (and, for dropout, the rank) it decides every random draw, so that a resumed run repeats them.
+        seed: with the step (and, for dropout, the rank) it decides every draw, so that a resumed run repeats them.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class RetrievalTask(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
-        # re-seeded each step: nothing of the generators needs saving, and ranks differ (facts of Lightning: they would not)
+        # re-seeded each step: no generator's state needs saving, and ranks differ (seed_everything gives all the same)
         torch.manual_seed(_mix(self.seed, self.trainer.global_step, batch_idx, world()[0]))
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -69,7 +70,7 @@ class RetrievalTask(pl.LightningModule):
         image = self.model.encode_image(batch.pixels)
         text, negatives = self._encode_texts(batch)
         image_ids, caption_ids = gather_rows(batch.image_ids), gather_rows(batch.caption_ids)
-        matching = bool(self.objective.matching_weight) and self.model.crossmodal is not None
+        matching = self.objective.matches(self.model)
         local, everyone = len(batch.image_ids), len(image_ids)
         # drawn for all ranks' rows from one seed, so that the draw does not depend on how many ranks share the batch
         generator = torch.Generator().manual_seed(_mix(self.seed, self._step(), batch_idx, -1))
@@ -88,16 +89,16 @@ class RetrievalTask(pl.LightningModule):
 
     def _encode_texts(self, batch: Batch) -> tuple[Encoded, Encoded | None]:
         """Captions and the data's hard negatives, in one pass of the encoder."""
-        matching = self.objective.matching_weight and self.model.crossmodal is not None
-        if batch.negative_token_ids is None or batch.negative_token_mask is None or not matching:
-            return self.model.encode_text(batch.token_ids, batch.token_mask), None
+        unused = not self.objective.matches(self.model)
+        if batch.negative_token_ids is None or batch.negative_token_mask is None or unused:
+            return encode_text(self.model, batch.token_ids, batch.token_mask, self.objective.length_buckets), None
         own, wrong = batch.token_ids, batch.negative_token_ids.flatten(0, 1)
         length = max(own.shape[1], wrong.shape[1])
         ids = torch.cat([F.pad(t, (0, length - t.shape[1])) for t in (own, wrong)])
         wrong_mask = batch.negative_token_mask.flatten(0, 1)
         mask = torch.cat([F.pad(m, (0, length - m.shape[1])) for m in (batch.token_mask, wrong_mask)])
-        encoded = self.model.encode_text(ids, mask)
-        return encoded.index(slice(0, len(own))), encoded.index(slice(len(own), None))
+        encoded = encode_text(self.model, ids, mask, self.objective.length_buckets)
+        return encoded.part(slice(0, len(own))), encoded.part(slice(len(own), None))
 
     def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
         with torch.no_grad():
