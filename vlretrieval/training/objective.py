@@ -123,6 +123,8 @@ class Objective:
         if not parts:
             raise ValueError("nothing to train on: contrastive_weight=0, and the model has no cross-modal heads")
         total = torch.stack([self.weights[name] * value for name, value in parts.items()]).sum()
+        # the hinge leaves the scale out, and DDP averages no gradient at all while one is still to come
+        total = total + 0.0 * model.logit_scale
         return total, {name: value.detach() for name, value in (parts | accuracy).items()}
 
 
