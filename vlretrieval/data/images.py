@@ -10,6 +10,7 @@ for ever.
 import io
 import os
 import stat
+from functools import cache
 from pathlib import Path
 from typing import BinaryIO
 
@@ -20,8 +21,9 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 MAX_PIXELS = 64 * 1024 * 1024
 WHITE = (255, 255, 255)
 
-# Named, because some of Pillow's other formats start programs (EPS: ghostscript) or hold no photo.
-FORMATS = ("JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000")
+# Named, because some of Pillow's other formats start programs (EPS: ghostscript) or hold no photo. JPEG includes MPO,
+# the two-picture JPEG of some phones.
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000")
 SUFFIXES = (
     ".jpg", ".jpeg", ".jpe", ".mpo", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm", ".avif", ".jp2",
     ".heic", ".heif",
@@ -174,23 +176,17 @@ def _why_unidentified(source: str | Path | BinaryIO) -> str:
     return "not an image of a known kind"
 
 
-def _formats() -> list[str]:
-    """FORMATS, and HEIF where pillow-heif is installed. The set is made once."""
-    global _heif_tried
-    if not _heif_tried:
-        _heif_tried = True
-        try:
-            from pillow_heif import register_heif_opener
-        except ImportError:
-            pass
-        else:
-            register_heif_opener()
-            _known_formats.append("HEIF")
-    return _known_formats
-
-
-_known_formats = list(FORMATS)
-_heif_tried = False
+@cache
+def _formats() -> tuple[str, ...]:
+    """Those of FORMATS that the installed Pillow opens, and HEIF where pillow-heif is installed."""
+    Image.init()
+    known = [name for name in FORMATS if name in Image.OPEN]
+    try:
+        from pillow_heif import register_heif_opener
+    except ImportError:
+        return tuple(known)
+    register_heif_opener()
+    return (*known, "HEIF")
 
 
 def _one_line(error: BaseException) -> str:

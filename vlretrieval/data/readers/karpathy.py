@@ -6,7 +6,7 @@
 import hashlib
 import json as jsonlib
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from vlretrieval.data.records import Record
@@ -36,10 +36,11 @@ class KarpathyJson:
             filename = self._field(entry, place, "filename", str)
             split = self._field(entry, place, "split", str)
             sentences = self._field(entry, place, "sentences", list)
+            image = str(PurePosixPath(entry.get("filepath") or "") / filename)
             yield Record(
-                image=str(Path(entry.get("filepath") or "") / filename),
+                image=image,
                 captions=tuple(self._caption(sentence, place) for sentence in sentences),
-                image_id=filename,
+                image_id=image,
                 split=self.restval if split == "restval" else split,
                 language=self.language,
             )
