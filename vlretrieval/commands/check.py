@@ -40,11 +40,22 @@ def check_config(cfg: DictConfig, base: DictConfig | None = None) -> None:
     Raises:
         ConfigError: one line with the full key.
     """
-    for key in sorted(OmegaConf.missing_keys(cfg)):
-        raise ConfigError(f"{key} has no value; give {key}=...")
+    missing = missing_keys(OmegaConf.to_container(cfg, resolve=False))
+    if missing:
+        have = "has no value" if len(missing) == 1 else "have no value"
+        raise ConfigError(f"{', '.join(missing)} {have}; give {' '.join(f'{key}=...' for key in missing)}")
     if base is not None:
         check_settings(cfg, base)
     check_targets(OmegaConf.to_container(cfg, resolve=True))
+
+
+def missing_keys(node: Any, prefix: str = "") -> list[str]:
+    """Keys whose value is still ``???``, in the order of the config."""
+    if isinstance(node, dict):
+        return [
+            key for name, value in node.items() for key in missing_keys(value, f"{prefix}.{name}" if prefix else name)
+        ]
+    return [prefix] if node == "???" else []
 
 
 def check_settings(cfg: DictConfig, base: DictConfig) -> None:

@@ -15,9 +15,9 @@ from omegaconf.errors import (
     ConfigAttributeError,
     ConfigKeyError,
     InterpolationKeyError,
-    MissingMandatoryValue,
     OmegaConfBaseException,
 )
+from yaml import YAMLError
 
 OUR_ROOMS = ("/vlretrieval/", "/hydra/", "/omegaconf/")
 
@@ -30,6 +30,8 @@ def one_line(error: Exception, conf_dir: Path, config_name: str, argv: list[str]
         return flat(f"cannot read the override {error.override!r}: {first_line(error)}; write key=value")
     if isinstance(error, HydraException | OmegaConfBaseException):
         return flat(composition(error, conf_dir, config_name, argv))
+    if isinstance(error, YAMLError):
+        return flat(f"a YAML file cannot be read: {error}")
     if isinstance(error, OSError) and error.filename is not None:
         return flat(f"{error.strerror}: {error.filename}")
     if isinstance(error, ValueError):
@@ -71,9 +73,9 @@ def instantiation(error: InstantiationException) -> str:
 
 def composition(error: Exception, conf_dir: Path, config_name: str, argv: list[str]) -> str:
     cause = error.__cause__
-    if isinstance(error, MissingMandatoryValue):
-        key = getattr(error, "full_key", None) or first_line(error).rsplit(": ", 1)[-1]
-        return f"{key} has no value; give {key}=..."
+    absent = re.search(r"Missing mandatory value: (\S+)", str(error))
+    if absent:
+        return f"{absent.group(1)} has no value; give {absent.group(1)}=..."
     if isinstance(error, InterpolationKeyError):
         key = getattr(error, "full_key", None)
         return f"{key}: {first_line(error)}" if key else first_line(error)

@@ -27,6 +27,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from vlretrieval.commands.check import check_config, compose_without_values
 from vlretrieval.commands.explain import one_line
+from vlretrieval.commands.log import log_to_console
 from vlretrieval.commands.threads import set_threads
 
 USER_ERROR = 2  # the exit status of everything the user can put right
@@ -56,8 +57,8 @@ def command(
 ) -> Callable[[Callable[[DictConfig], Any]], Callable[[], Any]]:
     """Make a console script of a function that takes the composed, checked config ``conf/<config_name>.yaml``.
 
-    The values of the keys in ``literal`` (texts, paths) are taken as they stand, where Hydra's grammar would stumble
-    over a comma, an apostrophe or the ``=`` in ``epoch=3.ckpt``.
+    The values of the keys in ``literal`` (texts, paths) never pass through Hydra, which would stumble over a comma, an
+    apostrophe or the ``=`` in ``epoch=3.ckpt``, and would take ``model=FOLDER`` for a choice among conf/model.
 
     The function is called once, or once a job under ``-m``. What a user can put right (a misspelt key, a wrong
     value, a missing file, any ValueError) ends as one line on stderr and exit status 2; the traceback of it is shown
@@ -68,9 +69,12 @@ def command(
         @functools.wraps(function)
         def main() -> Any:
             show_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
+            words, values = split_literals(sys.argv[1:], literal)
 
             @functools.wraps(function)
             def job(cfg: DictConfig) -> Any:
+                for key, value in values.items():
+                    cfg[key] = None if value in ("", "null") else escaped(value)
                 # What the command starts must not inherit the setting below.
                 with environment("HYDRA_FULL_ERROR", "1" if show_traceback else None):
                     if HydraConfig.get().mode == RunMode.MULTIRUN:
@@ -82,8 +86,9 @@ def command(
             with (
                 errors_as_one_line(config_name, show_traceback),
                 environment("HYDRA_FULL_ERROR", "1"),
-                arguments([sys.argv[0], *(quoted(word, literal) for word in sys.argv[1:])]),
+                arguments([sys.argv[0], *words]),
             ):
+                log_to_console(process_rank())
                 # Hydra prints errors in its own way and exits, unless the variable is set.
                 hydra.main(config_path=str(conf_dir()), config_name=config_name, version_base="1.3")(job)()
 
@@ -145,14 +150,21 @@ def errors_as_one_line(program: str, show_traceback: bool = False) -> Iterator[N
         raise SystemExit(USER_ERROR) from None
 
 
-def quoted(word: str, literal: tuple[str, ...]) -> str:
-    """``text=it's red, ${x}`` as Hydra must be given it to take it literally; words quoted already stay."""
-    key, equals, value = word.partition("=")
-    if not equals or key not in literal or not value or value[:1] + value[-1:] in ("''", '""'):
-        return word
-    # A backslash is one in Hydra's quotes, except before a quote or an interpolation.
-    value = re.sub(r"(\\*)('|\$\{|$)", lambda m: m[1] * 2 + ("\\" + m[2] if m[2] else ""), value)
-    return f"{key}='{value}'"
+def split_literals(words: list[str], literal: tuple[str, ...]) -> tuple[list[str], dict[str, str]]:
+    """The words that are Hydra's, and the values of literal keys (of a key given twice, the last)."""
+    values, rest = {}, []
+    for word in words:
+        key, equals, value = word.partition("=")
+        if equals and key in literal:
+            values[key] = value
+        else:
+            rest.append(word)
+    return rest, values
+
+
+def escaped(value: str) -> str:
+    """A value as OmegaConf must be given it to interpolate nothing."""
+    return re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + r"\${", value)
 
 
 @contextmanager

@@ -16,6 +16,8 @@ from typing import IO
 
 from omegaconf import DictConfig, OmegaConf
 
+from vlretrieval.commands.log import log_to_file
+
 BEFORE_A_RUN = {"config.yaml", "train.log", ".lock"}
 
 
@@ -43,7 +45,7 @@ def run_folder(cfg: DictConfig, rank: int = 0) -> Iterator[Path]:
     with (folder / ".lock").open("w") as lock:
         take(lock, folder)
         OmegaConf.save(cfg, folder / "config.yaml", resolve=True)
-        log = log_to(folder / "train.log")
+        log = log_to_file(folder / "train.log")
         try:
             yield folder
         except BaseException:
@@ -73,16 +75,6 @@ def take(lock: IO[str], folder: Path) -> None:
         raise ValueError(f"another process is writing to {folder}; wait for it or give another name=...") from None
     except OSError:  # a file system without locks
         logging.getLogger(__name__).warning("%s cannot be locked; do not start two runs in it", folder)
-
-
-def log_to(path: Path) -> logging.Handler:
-    """Send what is logged to a file as well."""
-    handler = logging.FileHandler(path, encoding="utf-8")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    root = logging.getLogger()
-    root.addHandler(handler)
-    root.setLevel(min(root.level, logging.INFO) if root.level else logging.INFO)
-    return handler
 
 
 def remove_empty(folders: list[Path]) -> None:

@@ -18,7 +18,7 @@ def main(cfg: DictConfig) -> None:
     from vlretrieval import load_model
     from vlretrieval.deploy import search
 
-    search.checked(cfg.top, cfg.top_k)
+    search.check(cfg.top, cfg.top_k, cfg.text)
     files = search.find_images(cfg.images) if cfg.text else []
     texts = search.read_texts(cfg.texts) if cfg.texts else []
     model = load_model(cfg.model)

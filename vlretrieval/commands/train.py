@@ -5,6 +5,7 @@ from __future__ import annotations
 from omegaconf import DictConfig
 
 from vlretrieval.commands.launch import command, process_rank
+from vlretrieval.commands.log import quiet_lightning
 from vlretrieval.commands.run_folder import run_folder
 
 
@@ -14,6 +15,7 @@ def main(cfg: DictConfig) -> dict:
     with run_folder(cfg, process_rank()):
         from vlretrieval.training.fit import train  # torch and Lightning: only now, when the config is known to be good
 
+        quiet_lightning()
         return train(cfg)
 
 

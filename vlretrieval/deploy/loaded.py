@@ -103,6 +103,8 @@ class LoadedModel:
         """
         _sequence(images, "images")
         _sequence(texts, "texts")
+        if not self.can_match:
+            raise ValueError("this model is a plain dual encoder: it has cosines (similarity), but no matching score")
         text = self._text(texts)
         rows = []
         for part in _batches(images, max(1, batch_size // max(1, len(texts)))):

@@ -99,9 +99,7 @@ def search_images(model: LoadedModel, text: str, gallery: Gallery, top: int = 10
         top_k: how many the cosine hands to the cross-modal heads; clamped to the gallery. 0, or a model without
             such heads: cosine alone. What lies beyond the shortlist keeps its cosine order behind it.
     """
-    checked(top, top_k)
-    if not text.strip():
-        raise ValueError("text is empty; say what to look for")
+    check(top, top_k, text)
     cosines = gallery.embeddings @ model.encode_texts([text])[0]
 
     def match(rows: list[int]) -> Tensor:
@@ -114,7 +112,7 @@ def search_texts(
     model: LoadedModel, image: str | Path, texts: Sequence[str], top: int = 10, top_k: int = 50
 ) -> list[Hit]:
     """The ``top`` texts for a picture, best first; arguments as in :func:`search_images`."""
-    checked(top, top_k)
+    check(top, top_k)
     cosines = model.encode_texts(texts) @ model.encode_images([image])[0]
 
     def match(rows: list[int]) -> Tensor:
@@ -123,7 +121,14 @@ def search_texts(
     return ranked(list(texts), cosines, match if model.can_match else None, top, top_k)
 
 
-def checked(top: int, top_k: int) -> None:
+def check(top: int, top_k: int, text: str | None = None) -> None:
+    """Refuse what makes no search, before anything is read.
+
+    Raises:
+        ValueError: ``top`` below 1, ``top_k`` below 0, or a blank text.
+    """
+    if text is not None and not text.strip():
+        raise ValueError("text is blank; say what to look for")
     if top < 1:
         raise ValueError(f"top={top}: at least 1 result is needed")
     if top_k < 0:
