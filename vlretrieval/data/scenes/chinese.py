@@ -42,7 +42,7 @@ def phrase(thing: Thing, bare: bool = False) -> str:
     noun, measure = _NOUNS[thing.shape]  # ANY = -1 is the last: 图形
     colour = f"{_COLOURS[thing.colour]}的" if thing.colour != ANY else ""
     size = _SIZES[thing.size] if thing.size != ANY else ""
-    number = "" if bare and thing.count == 1 else _NUMBERS[thing.count] + measure
+    number = "" if bare and thing.quantity == 1 else _NUMBERS[thing.quantity] + measure
     return f"{number}{colour}{size}{noun}"
 
 

@@ -1,4 +1,4 @@
-"""Pictures of scenes: each object's outline is drawn once at eightfold size, reduced, kept, and pasted in its colour."""
+"""Pictures of scenes: an outline is drawn once at eightfold size, reduced, kept, and pasted in the object's colour."""
 
 import math
 from functools import lru_cache
@@ -37,7 +37,8 @@ def _crescent() -> Outline:
     outer = [(math.cos(a), math.sin(a)) for a in np.linspace(tip, 2 * math.pi - tip, 48)]
     radius = math.hypot(0.35 - 0.6, math.sin(tip))
     inner_tip = math.atan2(math.sin(tip), 0.35 - 0.6)
-    inner = [(0.6 + radius * math.cos(a), radius * math.sin(a)) for a in np.linspace(2 * math.pi - inner_tip, inner_tip, 48)]
+    angles = np.linspace(2 * math.pi - inner_tip, inner_tip, 48)
+    inner = [(0.6 + radius * math.cos(a), radius * math.sin(a)) for a in angles]
     return [(x + 0.15, y) for x, y in outer + inner]
 
 
@@ -47,12 +48,12 @@ _OUTLINES: dict[str, Outline] = {
     "circle": _turn([0.96] * 64),
     "square": [(-0.85, -0.85), (0.85, -0.85), (0.85, 0.85), (-0.85, 0.85)],
     "triangle": [(0, -0.95), (1, 0.8), (-1, 0.8)],
-    "star": [(x, y + 0.06) for x, y in _turn([1.0, 0.42] * 5)],
+    "star": [(x, y + 0.06) for x, y in _turn([1.0, 0.5] * 5)],
     "cross": [
         (-_BAR, -1), (_BAR, -1), (_BAR, -_BAR), (1, -_BAR), (1, _BAR), (_BAR, _BAR),
         (_BAR, 1), (-_BAR, 1), (-_BAR, _BAR), (-1, _BAR), (-1, -_BAR), (-_BAR, -_BAR),
     ],
-    "diamond": [(0, -1), (0.72, 0), (0, 1), (-0.72, 0)],
+    "diamond": [(0, -1), (0.8, 0), (0, 1), (-0.8, 0)],
     "ring": _turn([0.98] * 64),
     "heart": _heart(),
     "crescent": _crescent(),

@@ -41,14 +41,14 @@ _PLACED = (
 @cache
 def phrase(thing: Thing, bare: bool = False) -> str:
     """"a small red circle", "two stars"; bare leaves out the article: "small red circle"."""
-    noun = ("shape" if thing.shape == ANY else SHAPES[thing.shape]) if thing.count == 1 else (
+    noun = ("shape" if thing.shape == ANY else SHAPES[thing.shape]) if thing.quantity == 1 else (
         "shapes" if thing.shape == ANY else _PLURALS[thing.shape]
     )  # fmt: skip
     words = [SIZES[thing.size]] if thing.size != ANY else []
     words += [_COLOURS[thing.colour]] if thing.colour != ANY else []
     described = " ".join([*words, noun])
-    if thing.count > 1:
-        return f"{_NUMBERS[thing.count]} {described}"
+    if thing.quantity > 1:
+        return f"{_NUMBERS[thing.quantity]} {described}"
     if bare:
         return described
     return f"{'an' if described[0] in 'aeiou' else 'a'} {described}"
@@ -86,7 +86,7 @@ def render(query: Query, form: int, marked: bool = False) -> str:
     else:
         sentence = _LISTS[form % (len(_LISTS) + 1)]
     # "there is a circle and two stars": the verb goes with the nearest phrase.
-    return capitalised(sentence.replace("{is}", "are" if things[0].count > 1 else "is").replace("{L}", joined(said)))
+    return capitalised(sentence.replace("{is}", "are" if things[0].quantity > 1 else "is").replace("{L}", joined(said)))
 
 
 def _standing(query: Query, form: int, said: list[str]) -> str:

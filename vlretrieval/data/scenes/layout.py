@@ -4,11 +4,11 @@ Scenes are drawn one after another, so a longer split begins with the scenes of 
 """
 
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 from random import Random
 from typing import NamedTuple
-
-import numpy as np
 
 from vlretrieval.data.scenes.vocabulary import DIAMETERS
 
@@ -44,15 +44,9 @@ class Rules:
     repeat: float
 
 
-def content(scene: Scene) -> bytes:
-    """What the scene holds, whatever the places: the sorted shape, colour and size of its objects."""
-    return bytes(byte for kind in sorted(placed[:3] for placed in scene) for byte in kind)
-
-
-def split_of(content: bytes) -> str:
-    """The one split that scenes of this content may belong to."""
-    tenth = zlib.crc32(content) % 10
-    return next(name for name, tenths in TENTHS.items() if tenth in tenths)
+def tenth(kinds: Iterable[tuple[int, int, int]]) -> int:
+    """0..9 for a scene's content: the shape, colour and size of its objects, whatever their order and places."""
+    return zlib.crc32(bytes(chain.from_iterable(sorted(kinds)))) % 10
 
 
 def draw_scenes(rules: Rules, seed: int, split: str, count: int) -> list[Scene]:
@@ -69,8 +63,7 @@ def draw_scenes(rules: Rules, seed: int, split: str, count: int) -> list[Scene]:
     misses = 0
     while len(scenes) < count:
         kinds = _draw_kinds(rules, rng)
-        key = bytes(byte for kind in sorted(kinds) for byte in kind)
-        if zlib.crc32(key) % 10 in allowed:
+        if tenth(kinds) in allowed:
             scene = _place(rules, kinds, rng)
             full = tuple(sorted(placed[:4] for placed in scene))
             if full not in seen:

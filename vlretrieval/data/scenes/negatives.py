@@ -4,143 +4,140 @@ Kinds:
 
 - swap_colour: two things exchange their colours;
 - swap_relation: left becomes right, above becomes below, or the two things change places;
-- replace_object: one thing's shape, or shape and colour, become those of no object in the scene;
+- replace_object: one thing's noun, or colour and noun, become those of no object in the scene;
 - add_object: an "only" caption names one object more, which is absent;
 - leave_out: an "only" caption leaves out an object that is there.
 
-What text alone gives away: colours, relations and replaced shapes are drawn as evenly as the true ones, and added and
+What text alone gives away: colours, relations and replaced nouns are drawn as evenly as the true ones, and added and
 left-out objects pass between the same lengths in both directions, as often one way as the other. Yet within
 add_object the negative is always the longer sentence, within leave_out the shorter: read these two together. And where
-scenes repeat objects (``repeat``), true captions hold a few more equal shapes and colours than the negatives do.
+scenes repeat objects (``repeat``), true captions hold a few more equal nouns and colours than the negatives do.
 
 The functions propose; whether a proposal is false is for ``truth`` to say, and those that are not are dropped.
 """
 
 from random import Random
 
-from vlretrieval.data.scenes.captions import shuffled
+from vlretrieval.data.scenes.captions import LOOSE, SIZED, loosened, shuffled
 from vlretrieval.data.scenes.layout import Rules, Scene
-from vlretrieval.data.scenes.query import Query, Thing
+from vlretrieval.data.scenes.query import Query, Thing, thing
 from vlretrieval.data.scenes.vocabulary import ANY, OPPOSITE
 
 KINDS = ("swap_colour", "swap_relation", "replace_object", "add_object", "leave_out")
-_VARIANTS = 2  # of add_object and leave_out: only the exhaustive captions have them
+_VARIANTS = 3  # of add_object and leave_out: only the exhaustive captions have them
+
+Proposal = tuple[str, Query]
+Kinds = set[tuple[int, int]]  # (shape, colour) of the objects in a scene
 
 
-def propose(query: Query, scene: Scene, rules: Rules, rng: Random) -> list[tuple[str, Query]]:
-    """Changed queries with their kinds; no two equal."""
-    kinds_here = {(placed.shape, placed.colour) for placed in scene}
-    proposals = [
-        *_swap_colour(query, rng),
-        *_swap_relation(query),
-        *_replace_object(query, kinds_here, rules, rng),
-    ]
+def propose(query: Query, scene: Scene, rules: Rules, rng: Random, like_only: bool) -> list[Proposal]:
+    """Changed queries with their kinds.
+
+    Args:
+        query: true of the scene.
+        scene: whose caption it is.
+        rules: what there is to put in place of what.
+        rng: by random() alone.
+        like_only: an added object is named as "only" captions name theirs: some with their size, some by half.
+    """
+    present = {placed[:2] for placed in scene}
+    proposals: list[Proposal] = []
+    _swap_colour(query, rng, proposals)
+    if query.relation != ANY:
+        _swap_relation(query, proposals)
+    _replace_object(query, present, rules, rng, proposals)
     if query.exhaustive:
         # Only between numbers of objects that scenes have: else the number alone would show the negative.
         fixed = rules.min_objects == rules.max_objects
-        if fixed or query.total < rules.max_objects:
-            proposals += _add_object(query, kinds_here, rules, rng)
-        if (fixed or query.total > rules.min_objects) and query.total > 1:
-            proposals += _leave_out(query, rng)
-    return list(dict.fromkeys(proposals))
+        if fixed or len(scene) < rules.max_objects:
+            _add_object(query, present, rules, rng, like_only, proposals)
+        if len(scene) > (1 if fixed else rules.min_objects):
+            _leave_out(query, rng, proposals)
+    return proposals
 
 
-def _swap_colour(query: Query, rng: Random) -> list[tuple[str, Query]]:
-    things = query.things
+def _swap_colour(query: Query, rng: Random, proposals: list[Proposal]) -> None:
     pairs = []
-    for i in range(len(things)):
-        for j in range(i + 1, len(things)):
-            a, b = things[i], things[j]
+    things = query.things
+    for i, a in enumerate(things):
+        for j in range(i):
+            b = things[j]
             # Things that differ in colour alone would only change order.
-            told_apart = query.relation != ANY or a._replace(colour=b.colour) != b
-            if a.colour != b.colour and a.colour != ANY and b.colour != ANY and told_apart:
-                pairs.append((i, j))
-    if not pairs:
-        return []
-    i, j = pairs[int(rng.random() * len(pairs))]
-    changed = list(things)
-    changed[i] = things[i]._replace(colour=things[j].colour)
-    changed[j] = things[j]._replace(colour=things[i].colour)
-    return [("swap_colour", query._replace(things=tuple(changed)))]
+            if a.colour != b.colour and ANY not in (a.colour, b.colour):
+                if query.relation != ANY or _recoloured(a, b.colour) != b:
+                    pairs.append((j, i))
+    if pairs:
+        j, i = pairs[int(rng.random() * len(pairs))]
+        changed = list(things)
+        changed[i] = _recoloured(things[i], things[j].colour)
+        changed[j] = _recoloured(things[j], things[i].colour)
+        proposals.append(("swap_colour", Query(tuple(changed), query.relation, query.exhaustive)))
 
 
-def _swap_relation(query: Query) -> list[tuple[str, Query]]:
-    if query.relation == ANY:
-        return []
+def _recoloured(said: Thing, colour: int) -> Thing:
+    return thing(said.shape, colour, said.size, said.place, said.quantity)
+
+
+def _swap_relation(query: Query, proposals: list[Proposal]) -> None:
     first, second, *rest = query.things
-    return [
-        ("swap_relation", query._replace(relation=OPPOSITE[query.relation])),
-        ("swap_relation", query._replace(things=(second, first, *rest))),
-    ]
+    proposals.append(("swap_relation", Query(query.things, OPPOSITE[query.relation])))
+    proposals.append(("swap_relation", Query((second, first, *rest), query.relation)))
 
 
-def _absent(kinds_here: set[tuple[int, int]], rules: Rules, rng: Random) -> tuple[int, int] | None:
+def _absent(present: Kinds, rules: Rules, rng: Random) -> tuple[int, int] | None:
+    shapes, colours = rules.shapes, rules.colours
     for _ in range(20):
-        shape = rules.shapes[int(rng.random() * len(rules.shapes))]
-        colour = rules.colours[int(rng.random() * len(rules.colours))]
-        if (shape, colour) not in kinds_here:
-            return shape, colour
+        kind = shapes[int(rng.random() * len(shapes))], colours[int(rng.random() * len(colours))]
+        if kind not in present:
+            return kind
     return None
 
 
-def _replace_object(
-    query: Query, kinds_here: set[tuple[int, int]], rules: Rules, rng: Random
-) -> list[tuple[str, Query]]:
+def _replace_object(query: Query, present: Kinds, rules: Rules, rng: Random, proposals: list[Proposal]) -> None:
     number = int(rng.random() * len(query.things))
-    thing = query.things[number]
-    drawn = _absent(kinds_here, rules, rng)
-    if drawn is None:
-        return []
-    shape, colour = drawn
-    if thing.shape == ANY:
-        shape = ANY
-        if any(colour == there for _, there in kinds_here):
-            return _noun_or_colour(query, number, kinds_here, rules, rng)
-    elif thing.colour == ANY or rng.random() < 0.5:
-        return _noun_or_colour(query, number, kinds_here, rules, rng)
-    return [_with_thing("replace_object", query, number, thing._replace(shape=shape, colour=colour))]
-
-
-def _noun_or_colour(
-    query: Query, number: int, kinds_here: set[tuple[int, int]], rules: Rules, rng: Random
-) -> list[tuple[str, Query]]:
-    """Only the noun changes; for "a red shape", only the colour."""
-    thing = query.things[number]
-    if thing.shape == ANY:
-        free = [c for c in rules.colours if all(c != there for _, there in kinds_here)]
-        changes = [thing._replace(colour=colour) for colour in free]
+    said = query.things[number]
+    kind: tuple[int, int] | None
+    if said.shape == ANY:  # "a red shape"
+        here = {colour for _, colour in present}
+        free = [(ANY, colour) for colour in rules.colours if colour not in here]
+        kind = free[int(rng.random() * len(free))] if free else None
+    elif said.colour == ANY:  # "a star"
+        here = {shape for shape, _ in present}
+        free = [(shape, ANY) for shape in rules.shapes if shape not in here]
+        kind = free[int(rng.random() * len(free))] if free else None
+    elif rng.random() < 0.5:
+        free = [(shape, said.colour) for shape in rules.shapes if (shape, said.colour) not in present]
+        kind = free[int(rng.random() * len(free))] if free else None
     else:
-        colours = (thing.colour,) if thing.colour != ANY else rules.colours
-        free = [s for s in rules.shapes if all((s, colour) not in kinds_here for colour in colours)]
-        changes = [thing._replace(shape=shape) for shape in free]
-    if not changes:
-        return []
-    return [_with_thing("replace_object", query, number, changes[int(rng.random() * len(changes))])]
+        kind = _absent(present, rules, rng)
+    if kind is not None:
+        changed = thing(*kind, said.size, said.place, said.quantity)
+        things = (*query.things[:number], changed, *query.things[number + 1 :])
+        proposals.append(("replace_object", Query(things, query.relation, query.exhaustive)))
 
 
-def _with_thing(kind: str, query: Query, number: int, thing: Thing) -> tuple[str, Query]:
-    return kind, query._replace(things=(*query.things[:number], thing, *query.things[number + 1 :]))
+def _add_object(
+    query: Query, present: Kinds, rules: Rules, rng: Random, like_only: bool, proposals: list[Proposal]
+) -> None:
+    drawn = {_absent(present, rules, rng) for _ in range(_VARIANTS)} - {None}
+    for kind in sorted(drawn):  # type: ignore[type-var]
+        shape, colour = kind  # type: ignore[misc]
+        size = int(rng.random() * 2) if like_only and rng.random() < SIZED else ANY
+        if like_only and rng.random() < LOOSE:
+            shape, colour = loosened(shape, colour, rng)
+        at = int(rng.random() * (len(query.things) + 1))
+        things = (*query.things[:at], thing(shape, colour, size), *query.things[at:])
+        proposals.append(("add_object", Query(things, ANY, True)))
 
 
-def _add_object(query: Query, kinds_here: set[tuple[int, int]], rules: Rules, rng: Random) -> list[tuple[str, Query]]:
-    sized = any(thing.size != ANY for thing in query.things)
-    result = []
-    for _ in range(_VARIANTS):
-        drawn = _absent(kinds_here, rules, rng)
-        if drawn is not None:
-            size = int(rng.random() * 2) if sized and rng.random() < 0.5 else ANY
-            at = int(rng.random() * (len(query.things) + 1))
-            things = (*query.things[:at], Thing(*drawn, size), *query.things[at:])
-            result.append(("add_object", query._replace(things=things)))
-    return result
-
-
-def _leave_out(query: Query, rng: Random) -> list[tuple[str, Query]]:
-    result = []
-    for number in shuffled(list(range(len(query.things))), rng)[:_VARIANTS]:
-        thing = query.things[number]
-        fewer = (thing._replace(count=thing.count - 1),) if thing.count > 1 else ()
+def _leave_out(query: Query, rng: Random, proposals: list[Proposal]) -> None:
+    for number in shuffled(range(len(query.things)), rng)[:_VARIANTS]:
+        said = query.things[number]
+        rest = query.things[:number] + query.things[number + 1 :]
+        # No true caption counts down to "a star", or says "only two stars" and nothing more.
+        if said.quantity == 2 and ANY in said[:2] or len(rest) == 1 and rest[0].quantity > 1 and ANY in rest[0][:2]:
+            continue
+        fewer = (thing(said.shape, said.colour, said.size, said.place, said.quantity - 1),) if said.quantity > 1 else ()
         things = (*query.things[:number], *fewer, *query.things[number + 1 :])
         if things:
-            result.append(("leave_out", query._replace(things=things)))
-    return result
+            proposals.append(("leave_out", Query(things, ANY, True)))

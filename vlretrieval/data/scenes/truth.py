@@ -3,6 +3,7 @@
 Objects of a scene are bits of one byte, so a thing's candidates in a scene are four look-ups and three ANDs.
 """
 
+from collections.abc import Sequence
 from itertools import combinations
 
 import numpy as np
@@ -26,7 +27,7 @@ class Truth:
         margin: the share of the side by which centres must differ for a relation to hold.
     """
 
-    def __init__(self, scenes: list[Scene], margin: float = MARGIN) -> None:
+    def __init__(self, scenes: Sequence[Scene], margin: float = MARGIN) -> None:
         count = len(scenes)
         width = max(len(scene) for scene in scenes)
         assert width <= 8, "objects are bits of a byte"
@@ -71,9 +72,10 @@ class Truth:
         first, group = np.unique(queries.things[:, 0], axis=0, return_inverse=True)
         order = np.argsort(group.reshape(-1), kind="stable")
         bounds = np.searchsorted(group.reshape(-1)[order], np.arange(len(first) + 1))
+        everywhere = np.arange(len(self))
         found, waiting, size = [], [], 0
         for number, thing in enumerate(first):  # queries that begin with the same thing share its candidates
-            scenes = np.flatnonzero(_enough(self._candidates(thing[None], slice(None)), thing[None, 4]))
+            scenes = np.flatnonzero(_enough(self._candidates(thing[None], everywhere), thing[None, 4]))
             members = order[bounds[number] : bounds[number + 1]]
             waiting.append((np.repeat(members, len(scenes)), np.tile(scenes, len(members))))
             size += len(scenes) * len(members)
@@ -85,12 +87,12 @@ class Truth:
         pairs = np.concatenate(found) if found else np.zeros((0, 2), dtype=np.int64)
         return pairs[np.lexsort((pairs[:, 1], pairs[:, 0]))]
 
-    def _candidates(self, thing: np.ndarray, scene: np.ndarray | slice) -> np.ndarray:
+    def _candidates(self, thing: np.ndarray, scene: np.ndarray) -> np.ndarray:
         """uint8 bits of the objects that fit the things (rows of ``thing``) in the scenes."""
-        shape, colour, size, place = self._masks
-        return (
-            shape[scene, thing[:, 0]] & colour[scene, thing[:, 1]] & size[scene, thing[:, 2]] & place[scene, thing[:, 3]]
-        )
+        fits = self._everything[scene]
+        for number, mask in enumerate(self._masks):
+            fits = fits & mask[scene, thing[:, number]]
+        return fits
 
     def _holds(self, queries: QueryTable, query: np.ndarray, scene: np.ndarray) -> np.ndarray:
         alive = np.arange(len(query))
@@ -116,20 +118,21 @@ class Truth:
         return result
 
 
-def _enough(fits: np.ndarray, count: np.ndarray) -> np.ndarray:
-    """Count 1 asks for at least one fitting object, a higher count for exactly so many, 0 for nothing."""
+def _enough(fits: np.ndarray, quantity: np.ndarray) -> np.ndarray:
+    """Quantity 1 asks for at least one fitting object, a higher one for exactly so many, 0 for nothing."""
     found = _POPCOUNT[fits]
-    return np.where(count > 1, found == count, found >= count)
+    return np.where(quantity > 1, found == quantity, found >= quantity)
 
 
 def _distinct(fitting: list[np.ndarray], counts: np.ndarray) -> np.ndarray:
     """Can every thing have objects of its own? Hall's theorem: any things together fit at least as many objects
     as they ask for."""
     ok = np.ones(len(counts), dtype=bool)
-    for size in range(2, len(fitting) + 1):
-        for chosen in combinations(range(len(fitting)), size):
+    used = np.flatnonzero(counts.any(0)).tolist()
+    for size in range(2, len(used) + 1):
+        for chosen in combinations(used, size):
             union = np.bitwise_or.reduce([fitting[t] for t in chosen])
-            # A thing of count 0 adds neither objects nor demand, so its subsets repeat those without it.
+            # A thing of quantity 0 adds neither objects nor demand, so its subsets repeat those without it.
             ok &= _POPCOUNT[union] >= counts[:, chosen].sum(1)
     return ok
 
