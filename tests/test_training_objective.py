@@ -51,7 +51,7 @@ def tiny_batch(rows=8, negatives=2, images=None, short=True):
 
 def loss_and_gradients(model, batch, objective):
     task = RetrievalTask(model, objective, None)
-    loss, parts = objective(model, task.encode(batch, 0))
+    loss, parts = objective(model, task.encode(batch))
     model.zero_grad()
     loss.backward()
     return loss.detach(), parts, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -129,7 +129,7 @@ class _Step(torch.nn.Module):
 
     def forward(self, batch: Batch) -> torch.Tensor:
         task = RetrievalTask(self.model, self.objective, None)
-        return self.objective(self.model, task.encode(batch, 0))[0]
+        return self.objective(self.model, task.encode(batch))[0]
 
 
 @pytest.mark.parametrize("name", list(CONTRASTIVES))

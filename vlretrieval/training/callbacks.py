@@ -18,6 +18,8 @@ from vlretrieval.training.checkpoint_io import newest_first, sweep_partials, syn
 
 log = logging.getLogger(__name__)
 
+HEADLINES = ("R@1", "R@10", "rsum", "all/cosine", "all/match")  # of a validation, on one line; the logger has them all
+
 
 class Validation(Callback):
     """Measures the model on the validation split at the end of every n-th epoch, and of the last.
@@ -50,9 +52,9 @@ class Validation(Callback):
         for name, value in figures.items():
             module.log(name, float(value), prog_bar=name.endswith("R@1"), rank_zero_only=False, sync_dist=False)
         self.seconds += time.perf_counter() - started_at
-        log.info(
-            "epoch %d, step %d: %s", epoch, trainer.global_step, "  ".join(f"{k} {v:.1f}" for k, v in figures.items())
-        )
+        shown = {k: v for k, v in figures.items() if k.endswith(HEADLINES)}
+        line = "  ".join(f"{name.removeprefix('val/')} {value:.1f}" for name, value in shown.items())
+        log.info("epoch %d, step %d: %s", epoch, trainer.global_step, line)
 
 
 class Checkpoints(Checkpoint):

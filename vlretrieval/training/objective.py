@@ -64,6 +64,8 @@ class Objective:
         matching_weight: of the binary loss, does this pair belong together (:func:`vlretrieval.losses.matching_loss`).
         ranking_weight: of picking the true one among hard negatives (:func:`vlretrieval.losses.ranking_loss`).
         matching_negatives: in-batch hard negatives drawn for each picture and for each caption.
+        matching_start: share of the run after which matching and ranking set in. Until the encoders tell things apart they
+            teach little, and a step without them costs a third.
         length_buckets: runs of like length in which captions are computed, each padded to its own longest. Above 1 it
             saves work on a CPU where pictures are small and captions of mixed length; 1 is right on a GPU.
     """
@@ -76,6 +78,7 @@ class Objective:
         matching_weight: float = 1.0,
         ranking_weight: float = 0.0,
         matching_negatives: int = 1,
+        matching_start: float = 0.0,
         length_buckets: int = 1,
     ):
         weights = dict(contrastive=contrastive_weight, matching=matching_weight, ranking=ranking_weight)
@@ -84,17 +87,27 @@ class Objective:
             raise ValueError(f"{given}: none may be negative, and one must be above 0")
         if matching_negatives < 1:
             raise ValueError(f"matching_negatives={matching_negatives}: the matching loss needs at least 1")
+        if not 0 <= matching_start < 1 or (matching_start and not contrastive_weight):
+            raise ValueError(
+                f"matching_start={matching_start} is a share of the run in [0, 1), and above 0 only beside a contrastive loss"
+            )
         if length_buckets < 1:
             raise ValueError(f"length_buckets={length_buckets} must be at least 1")
         self.contrastive, self.weights = contrastive, weights
-        self.matching_negatives, self.length_buckets = matching_negatives, length_buckets
+        self.matching_negatives, self.matching_start = matching_negatives, matching_start
+        self.length_buckets = length_buckets
 
-    def matches(self, model: RetrievalModel) -> bool:
-        """Whether the matching logits are needed: something weighs them, and the model has heads that give them."""
-        return model.crossmodal is not None and bool(self.weights["matching"] or self.weights["ranking"])
+    def matches(self, model: RetrievalModel, progress: float = 1.0) -> bool:
+        """Whether the matching logits are needed: they weigh something, at this ``progress`` (0 .. 1) of the run."""
+        weighs = bool(self.weights["matching"] or self.weights["ranking"])
+        return model.crossmodal is not None and weighs and progress >= self.matching_start
 
-    def __call__(self, model: RetrievalModel, pairs: Pairs) -> tuple[Tensor, dict[str, Tensor]]:
-        """The scalar to minimise, and what to log: each loss, and the share of pairs that matching gets right."""
+    def __call__(self, model: RetrievalModel, pairs: Pairs, progress: float = 1.0) -> tuple[Tensor, dict[str, Tensor]]:
+        """The scalar to minimise, and what to log: each loss, and the share of pairs that matching gets right.
+
+        Args:
+            progress: how much of the run is done, 0 .. 1.
+        """
         parts: dict[str, Tensor] = {}
         if self.weights["contrastive"]:
             parts["contrastive"] = self.contrastive(
@@ -106,7 +119,7 @@ class Objective:
                 all_text_emb=pairs.all_text.embedding,
             )
         accuracy = {}
-        if self.matches(model):
+        if self.matches(model, progress):
             logits = matching_logits(model, pairs, self.matching_negatives, self.length_buckets)
             false = torch.cat([logits.by_image[:, 1:].flatten(), logits.by_text.flatten()])
             valid = torch.cat([logits.image_valid.flatten(), logits.text_valid.flatten()])

@@ -44,36 +44,40 @@ class RetrievalTask(pl.LightningModule):
         super().__init__()
         self.model, self.objective, self.seed = model, objective, seed
         self._optimizer, self._scheduler = optimizer, scheduler
+        self._total_steps = 1
+        self._batches = 0  # begun so far; Lightning's own batch_idx is one behind after a resume in mid-epoch
 
     def configure_optimizers(self) -> Any:
         optimizer = self._optimizer(self.model)
+        self._total_steps = total_steps(self.trainer)
         if self._scheduler is None:
             return optimizer
-        scheduler = self._scheduler(optimizer, total_steps=int(self.trainer.estimated_stepping_batches))
+        scheduler = self._scheduler(optimizer, total_steps=self._total_steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         # re-seeded each step: no generator's state needs saving, and ranks differ (seed_everything gives all the same)
-        torch.manual_seed(_mix(self.seed, self.trainer.global_step, batch_idx, world()[0]))
+        torch.manual_seed(_mix(self.seed, self._batches, world()[0]))
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        pairs = self.encode(batch, batch_idx)
-        loss, parts = self.objective(self.model, pairs)
+        pairs = self.encode(batch)
+        self._batches += 1
+        loss, parts = self.objective(self.model, pairs, self.progress)
         for name, value in parts.items():
             self.log(f"train/{name}", value, prog_bar=name != "matching_accuracy", batch_size=len(pairs.image))
         self.log("train/loss", loss.detach(), batch_size=len(pairs.image))
         self.log("train/logit_scale", self.model.logit_scale.detach(), batch_size=len(pairs.image))
         return loss
 
-    def encode(self, batch: Batch, batch_idx: int) -> Pairs:
+    def encode(self, batch: Batch) -> Pairs:
         """The batch as the objective takes it: encoded here, gathered over ranks, positives known."""
         image = self.model.encode_image(batch.pixels)
         text, negatives = self._encode_texts(batch)
         image_ids, caption_ids = gather_rows(batch.image_ids), gather_rows(batch.caption_ids)
-        matching = self.objective.matches(self.model)
+        matching = self.objective.matches(self.model, self.progress)
         local, everyone = len(batch.image_ids), len(image_ids)
         # drawn for all ranks' rows from one seed, so that the draw does not depend on how many ranks share the batch
-        generator = torch.Generator().manual_seed(_mix(self.seed, self._step(), batch_idx, -1))
+        generator = torch.Generator().manual_seed(_mix(self.seed, self._batches, -1))
         uniform = torch.rand(2, everyone, everyone, generator=generator)
         first = world()[0] * local
         return Pairs(
@@ -89,7 +93,7 @@ class RetrievalTask(pl.LightningModule):
 
     def _encode_texts(self, batch: Batch) -> tuple[Encoded, Encoded | None]:
         """Captions and the data's hard negatives, in one pass of the encoder."""
-        unused = not self.objective.matches(self.model)
+        unused = not self.objective.matches(self.model, self.progress)
         if batch.negative_token_ids is None or batch.negative_token_mask is None or unused:
             return encode_text(self.model, batch.token_ids, batch.token_mask, self.objective.length_buckets), None
         own, wrong = batch.token_ids, batch.negative_token_ids.flatten(0, 1)
@@ -104,8 +108,34 @@ class RetrievalTask(pl.LightningModule):
         with torch.no_grad():
             self.model.log_logit_scale.clamp_(0.0, math.log(MAX_LOGIT_SCALE))
 
-    def _step(self) -> int:
-        return self.trainer.global_step if self._trainer is not None else 0
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["batches"] = self._batches
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self._batches = checkpoint["batches"]
+
+    @property
+    def progress(self) -> float:
+        """Share of the run that is done, 0 .. 1; 1 outside a run."""
+        if self._trainer is None:
+            return 1.0
+        return self.trainer.global_step / max(1, self._total_steps)
+
+
+def total_steps(trainer: pl.Trainer) -> int:
+    """Optimizer steps of the whole run.
+
+    Not ``trainer.estimated_stepping_batches``: asked for while optimizers are made, it sets the loaders up before the
+    checkpoint's place in them is known, and a run resumed in mid-epoch would start the epoch anew.
+    """
+    batches = len(trainer.datamodule.train_dataloader())  # type: ignore[attr-defined]
+    limit = trainer.limit_train_batches
+    batches = min(batches, limit) if isinstance(limit, int) else int(batches * limit)
+    steps = math.ceil(batches / trainer.accumulate_grad_batches) * (trainer.max_epochs or 0)
+    bounds = [n for n in (steps, trainer.max_steps) if n and n > 0]
+    if not bounds:
+        raise ValueError("the run has no end; set trainer.max_epochs or trainer.max_steps")
+    return min(bounds)
 
 
 def _mix(*numbers: int) -> int:
