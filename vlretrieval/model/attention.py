@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,8 @@ from torch import Tensor, nn
 Rotate = Callable[[Tensor], Tensor]
 
 
-class KeyValue(NamedTuple):
+@dataclass(frozen=True)
+class KeyValue:
     """Projected keys and values of one context, ready to be attended to again and again.
 
     Both are (B, G, L, D) with G the number of key/value heads.
@@ -26,9 +27,9 @@ class KeyValue(NamedTuple):
     key: Tensor
     value: Tensor
 
-    def index(self, rows: Tensor | slice) -> KeyValue:
-        """The K/V of the given batch rows, (len(rows), G, L, D)."""
-        return KeyValue(self.key[rows], self.value[rows])
+    def index(self, rows: Tensor) -> KeyValue:
+        """The K/V of the given batch rows (int64), (len(rows), G, L, D)."""
+        return KeyValue(self.key.index_select(0, rows), self.value.index_select(0, rows))
 
     @property
     def nbytes(self) -> int:

@@ -8,6 +8,7 @@ projects a gallery picture once, however many captions it meets.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -137,7 +138,8 @@ class CrossModalHead(nn.Module):
     def keep(self, context: Tensor) -> tuple[KeyValue, ...]:
         """(C, Lc, context_dim) -> the keys and values of every block."""
         context = self.context_norm(context)
-        return tuple(block.cross.project_context(context) for block in self.blocks)
+        crossings = (block.cross for block in self.blocks if isinstance(block, Block))
+        return tuple(cross.project_context(context) for cross in crossings if cross is not None)
 
     def forward(
         self,
@@ -158,7 +160,9 @@ class CrossModalHead(nn.Module):
         x = queries
         for number, (block, kept) in enumerate(zip(self.blocks, context, strict=True)):
             last = number == len(self.blocks) - 1 and self.pool == "first"
-            arguments = dict(key_mask=query_mask, context=kept, context_mask=context_mask, first=1 if last else None)
+            arguments: dict[str, Any] = dict(
+                key_mask=query_mask, context=kept, context_mask=context_mask, first=1 if last else None
+            )
             if self.activation_checkpointing and self.training:
                 x = checkpoint(block, x, use_reentrant=False, **arguments)
             else:
@@ -236,10 +240,10 @@ class CrossModal(nn.Module):
         activation_checkpointing: bool = False,
     ):
         super().__init__()
-        shared = dict(
+        shared: dict[str, Any] = dict(
             mlp_ratio=mlp_ratio, qk_norm=qk_norm, dropout=dropout, activation_checkpointing=activation_checkpointing
         )
-        crossed = dict(num_kv_heads=num_kv_heads, head_dim=head_dim, **shared)
+        crossed: dict[str, Any] = dict(num_kv_heads=num_kv_heads, head_dim=head_dim, **shared)
         self.text_to_image = (
             CrossModalHead(
                 text_dim,

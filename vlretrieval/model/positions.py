@@ -89,7 +89,7 @@ class Positions(nn.Module):
     def _places(self, shape: tuple[int, ...], device: torch.device) -> tuple[Tensor, ...]:
         if len(shape) == 1:
             return (torch.arange(shape[0], device=device).float(),)
-        rows, columns = grid_places(*shape, device=device)
+        rows, columns = grid_places(shape[0], shape[1], device)
         # another grid than the trained one is stretched onto it, so that a place in the picture keeps its code
         return rows * (self.shape[0] / shape[0]), columns * (self.shape[1] / shape[1])
 
