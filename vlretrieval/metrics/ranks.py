@@ -15,6 +15,7 @@ the captions, or on how a positive's own score was computed.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -181,7 +182,7 @@ def count_rivals(
     order = np.argsort(key, kind="stable")
     key, pairs = key[order], pairs[order]
     scores = np.empty(block * block, dtype=np.float32)
-    masks = np.empty(2 * block * block, dtype=np.bool_)
+    masks = np.empty((2, block * block), dtype=np.bool_)
 
     for top in range(0, len(text), block):
         text_block = rows_float32(text, top, top + block)
@@ -192,9 +193,27 @@ def count_rivals(
             number = top // block * columns + left // block
             own = pairs[np.searchsorted(key, number) : np.searchsorted(key, number + 1)] - (top, left)
             product[own[:, 0], own[:, 1]] = -np.inf  # a true pair is no rival, from either side
+            tile = _Tile(text_block, image_block, product, own)
             for axis, side in enumerate(sides):
-                side.count(product, axis, top if axis == 0 else left, text_block, image_block, own, masks)
+                side.count(tile, axis, top if axis == 0 else left, masks)
     return (sides[0].above, sides[0].tied), (sides[1].above, sides[1].tied)
+
+
+@dataclass
+class _Tile:
+    """One block of scores, and what it was made from."""
+
+    text: npt.NDArray[np.float32]  # (r, E)
+    image: npt.NDArray[np.float32]  # (c, E)
+    product: npt.NDArray[np.float32]  # (r, c), -inf at true pairs
+    own: IntArray  # (n, 2) the true pairs
+
+    @cached_property
+    def exact(self) -> npt.NDArray[np.float64]:
+        """(r, c) the same in double precision."""
+        scores = self.text.astype(np.float64) @ self.image.astype(np.float64).T
+        scores[self.own[:, 0], self.own[:, 1]] = -np.inf
+        return scores
 
 
 def _rounding(width: int) -> float:
@@ -220,44 +239,32 @@ class _Side:
         self.high = np.nextafter((probes.score + doubt).astype(np.float32), np.float32(np.inf))
         self.low = np.nextafter((probes.score - doubt).astype(np.float32), np.float32(-np.inf))
 
-    def count(
-        self,
-        product: npt.NDArray[np.float32],
-        axis: int,
-        offset: int,
-        text_block: npt.NDArray[np.float32],
-        image_block: npt.NDArray[np.float32],
-        own: IntArray,
-        masks: BoolBlock,
-    ) -> None:
-        size = product.shape[axis]
-        start, stop = np.searchsorted(self.probes.row, (offset, offset + size))
-        if start == stop:
-            return
-        rows = self.probes.row[start:stop] - offset
-        whole = len(rows) == size and rows[0] == 0 and bool((rows[1:] == rows[:-1] + 1).all())
-        scores = product if whole else np.take(product, rows, axis=axis)
+    def count(self, tile: _Tile, axis: int, offset: int, masks: BoolBlock) -> None:
+        """Add what a block holds: its rows (axis 0) or columns (axis 1) are queries ``offset`` and following."""
+        size = tile.product.shape[axis]
+        start, stop = np.searchsorted(self.probes.row, (offset, offset + size)).tolist()
+        # no more probes at a time than the block has queries: a query may have many positives
+        for first in range(start, stop, size):
+            self._count(tile, axis, offset, slice(first, min(first + size, stop)), masks)
+
+    def _count(self, tile: _Tile, axis: int, offset: int, chosen: slice, masks: BoolBlock) -> None:
+        rows = self.probes.row[chosen] - offset
+        whole = len(rows) == tile.product.shape[axis] and bool((rows == np.arange(len(rows))).all())
+        scores = tile.product if whole else np.take(tile.product, rows, axis=axis)
         spread = (slice(None), None) if axis == 0 else (None, slice(None))
-        if masks.size < 2 * scores.size:  # more probes than queries: several positives each
-            masks = np.empty(2 * scores.size, dtype=np.bool_)
-        sure = np.greater(scores, self.high[start:stop][spread], out=masks[: scores.size].reshape(scores.shape))
-        surely_above = count_true(sure, 1 - axis)
-        self.above[start:stop] += surely_above
-        near = masks[scores.size : 2 * scores.size].reshape(scores.shape)
-        np.greater_equal(scores, self.low[start:stop][spread], out=near)
-        doubtful = count_true(near, 1 - axis) - surely_above
-        in_doubt = int(doubtful.sum())
+        sure, near = (mask[: scores.size].reshape(scores.shape) for mask in masks)
+        surely_above = count_true(np.greater(scores, self.high[chosen][spread], out=sure), 1 - axis)
+        self.above[chosen] += surely_above
+        np.greater_equal(scores, self.low[chosen][spread], out=near)
+        in_doubt = int(np.count_nonzero(near)) - int(surely_above.sum())
         if not in_doubt:
             return
-        target = self.probes.score[start:stop]
-        reach = TIE * self.reach[start:stop]
+        target, reach = self.probes.score[chosen], TIE * self.reach[chosen]
         if in_doubt > DENSE * scores.size:
-            exact = text_block.astype(np.float64) @ image_block.astype(np.float64).T
-            exact[own[:, 0], own[:, 1]] = -np.inf
-            distance = np.take(exact, rows, axis=axis) - target[spread]
+            distance = np.take(tile.exact, rows, axis=axis) - target[spread]
             level = np.abs(distance) <= reach[spread]
-            self.above[start:stop] += count_true((distance > 0) & ~level, 1 - axis) - surely_above
-            self.tied[start:stop] += count_true(level, 1 - axis)
+            self.above[chosen] += count_true((distance > 0) & ~level, 1 - axis) - surely_above
+            self.tied[chosen] += count_true(level, 1 - axis)
             return
         text_at, image_at = np.divmod(_where(np.not_equal(near, sure, out=near)), scores.shape[1])
         probe = text_at if axis == 0 else image_at
@@ -265,10 +272,10 @@ class _Side:
             text_at = rows[probe]
         else:
             image_at = rows[probe]
-        distance = pair_scores(text_block, image_block, text_at, image_at) - target[probe]
+        distance = pair_scores(tile.text, tile.image, text_at, image_at) - target[probe]
         level = np.abs(distance) <= reach[probe]
-        self.above[start:stop] += np.bincount(probe[(distance > 0) & ~level], minlength=stop - start)
-        self.tied[start:stop] += np.bincount(probe[level], minlength=stop - start)
+        self.above[chosen] += np.bincount(probe[(distance > 0) & ~level], minlength=len(rows))
+        self.tied[chosen] += np.bincount(probe[level], minlength=len(rows))
 
 
 def _where(mask: BoolBlock) -> IntArray:
