@@ -66,7 +66,18 @@ def test_length_buckets_change_neither_loss_nor_gradients(buckets):
     )
     assert sorted_.item() == pytest.approx(plain.item(), rel=1e-5)
     for name, gradient in expected.items():
-        torch.testing.assert_close(got[name], gradient, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(got[name], gradient, rtol=1e-4, atol=1e-5)
+
+
+def test_of_a_share_of_the_pairs_only_those_meet_the_data_s_negatives():
+    model, batch = tiny_model(), tiny_batch()
+    objective = Objective(losses.info_nce, contrastive_weight=0.0, matching_share=0.5)
+    before, _, _ = loss_and_gradients(model, batch, objective)
+    whole, _, _ = loss_and_gradients(model, batch, Objective(losses.info_nce, contrastive_weight=0.0))
+    batch.negative_token_ids[4:] = batch.negative_token_ids[4:].flip(-1)
+    after, _, _ = loss_and_gradients(model, batch, objective)
+    changed, _, _ = loss_and_gradients(model, batch, Objective(losses.info_nce, contrastive_weight=0.0))
+    assert before.item() == after.item() and before.item() != whole.item() != changed.item()
 
 
 def test_every_part_of_the_model_gets_a_gradient():

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from vlretrieval.model.attention import KeyValue, MultiHeadAttention
+from vlretrieval.model.positions import Positions
 from vlretrieval.model.transformer import Block, Transformer, pool_tokens
 
 
@@ -85,6 +86,7 @@ class CrossModalHead(nn.Module):
         num_kv_heads: key/value heads (None = MHA, 1 = MQA), which sets what is kept of a gallery item.
         head_dim: width of a cross-modal head; None = dim / num_heads.
         self_heads: heads of the self-attention among the querying tokens in each block; 0 leaves it out.
+        self_position: "rotary" turns that self-attention by the tokens' places in their sequence, "none" does not.
         mlp_ratio: of the blocks' MLPs.
         pool: "first" (class or start token) or "mean" over real querying tokens.
     """
@@ -99,6 +101,7 @@ class CrossModalHead(nn.Module):
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
         self_heads: int = 0,
+        self_position: str = "none",
         mlp_ratio: float = 4.0,
         pool: str = "first",
         qk_norm: bool = False,
@@ -112,6 +115,8 @@ class CrossModalHead(nn.Module):
             )
         if pool not in ("first", "mean"):
             raise ValueError(f"pool={pool!r} is not known for cross-modal heads; choose first or mean")
+        if self_position not in ("rotary", "none"):
+            raise ValueError(f"self_position={self_position!r} is not known; choose rotary or none")
         self.pool, self.activation_checkpointing = pool, activation_checkpointing
         self.blocks = nn.ModuleList(
             Block(
@@ -131,6 +136,7 @@ class CrossModalHead(nn.Module):
             )
             for _ in range(depth)
         )
+        self.positions = Positions(self_position, dim, dim // max(1, self_heads), (1,))
         self.context_norm = nn.LayerNorm(context_dim)
         self.norm = nn.LayerNorm(dim)
         self.logit = nn.Linear(dim, 1)
@@ -158,10 +164,15 @@ class CrossModalHead(nn.Module):
             (B,) float32 matching logits.
         """
         x = queries
+        rotate = self.positions.rotate((x.shape[1],), x.device)
         for number, (block, kept) in enumerate(zip(self.blocks, context, strict=True)):
             last = number == len(self.blocks) - 1 and self.pool == "first"
             arguments: dict[str, Any] = dict(
-                key_mask=query_mask, context=kept, context_mask=context_mask, first=1 if last else None
+                key_mask=query_mask,
+                rotate=rotate,
+                context=kept,
+                context_mask=context_mask,
+                first=1 if last else None,
             )
             if self.activation_checkpointing and self.training:
                 x = checkpoint(block, x, use_reentrant=False, **arguments)
@@ -217,6 +228,7 @@ class CrossModal(nn.Module):
         num_kv_heads: key/value heads of the first two kinds; None = MHA, 1 = MQA.
         head_dim: width of a cross-modal head; None = token width / heads.
         text_self_heads: heads of the self-attention among text tokens between text-to-image blocks; 0 leaves it out.
+        text_self_position: "rotary" lets it know word order (which a relation between two things hangs on), or "none".
         mlp_ratio, qk_norm, dropout, activation_checkpointing: of all blocks.
     """
 
@@ -234,6 +246,7 @@ class CrossModal(nn.Module):
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
         text_self_heads: int = 0,
+        text_self_position: str = "none",
         mlp_ratio: float = 4.0,
         qk_norm: bool = False,
         dropout: float = 0.0,
@@ -251,6 +264,7 @@ class CrossModal(nn.Module):
                 text_to_image,
                 text_to_image_depth,
                 self_heads=text_self_heads,
+                self_position=text_self_position,
                 pool="first",
                 **crossed,
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -24,8 +24,8 @@ class Pairs:
         all_image, all_text: M rows of all ranks (the same objects where there is one rank).
         positives: (B, M) bool, pairs that share their picture or caption.
         uniform: (2, B, M) draws from [0, 1) that decide which hard negatives are taken.
-        negatives: the data's own hard-negative captions, K consecutive rows a pair, or None.
-        negative_valid: (B, K) bool, False where a caption has fewer than K.
+        negatives: the data's own hard-negative captions of the pairs that are matched, K consecutive rows a pair, or None.
+        negative_valid: (B, K) bool for those pairs, False where a caption has fewer than K.
     """
 
     image: Encoded
@@ -36,6 +36,19 @@ class Pairs:
     uniform: Tensor
     negatives: Encoded | None = None
     negative_valid: Tensor | None = None
+
+    def first(self, count: int) -> Pairs:
+        """This rank's first ``count`` pairs, beside everybody's; ``negatives`` are those of the first pairs already."""
+        if count == len(self.image):
+            return self
+        some = slice(0, count)
+        return replace(
+            self,
+            image=self.image.part(some),
+            text=self.text.part(some),
+            positives=self.positives[some],
+            uniform=self.uniform[:, some],
+        )
 
 
 @dataclass
@@ -64,8 +77,9 @@ class Objective:
         matching_weight: of the binary loss, does this pair belong together (:func:`vlretrieval.losses.matching_loss`).
         ranking_weight: of picking the true one among hard negatives (:func:`vlretrieval.losses.ranking_loss`).
         matching_negatives: in-batch hard negatives drawn for each picture and for each caption.
-        matching_start: share of the run after which matching and ranking set in. Until the encoders tell things apart they
-            teach little, and a step without them costs a third.
+        matching_share: share of a step's pairs that are matched; their hard negatives still come from all of them.
+        matching_start: share of the run after which matching and ranking set in. Until the encoders tell things apart
+            they teach little, and a step without them costs a third.
         length_buckets: runs of like length in which captions are computed, each padded to its own longest. Above 1 it
             saves work on a CPU where pictures are small and captions of mixed length; 1 is right on a GPU.
     """
@@ -78,6 +92,7 @@ class Objective:
         matching_weight: float = 1.0,
         ranking_weight: float = 0.0,
         matching_negatives: int = 1,
+        matching_share: float = 1.0,
         matching_start: float = 0.0,
         length_buckets: int = 1,
     ):
@@ -87,15 +102,23 @@ class Objective:
             raise ValueError(f"{given}: none may be negative, and one must be above 0")
         if matching_negatives < 1:
             raise ValueError(f"matching_negatives={matching_negatives}: the matching loss needs at least 1")
+        if not 0 < matching_share <= 1:
+            raise ValueError(
+                f"matching_share={matching_share} must be a share in (0, 1]; matching_weight=0 leaves it out"
+            )
         if not 0 <= matching_start < 1 or (matching_start and not contrastive_weight):
             raise ValueError(
-                f"matching_start={matching_start} is a share of the run in [0, 1), and above 0 only beside a contrastive loss"
+                f"matching_start={matching_start} must be a share of the run in [0, 1), and 0 without a contrastive loss"
             )
         if length_buckets < 1:
             raise ValueError(f"length_buckets={length_buckets} must be at least 1")
         self.contrastive, self.weights = contrastive, weights
         self.matching_negatives, self.matching_start = matching_negatives, matching_start
-        self.length_buckets = length_buckets
+        self.matching_share, self.length_buckets = matching_share, length_buckets
+
+    def matched(self, pairs: int) -> int:
+        """How many of a step's pairs are matched: the first so many, at least one."""
+        return max(1, round(pairs * self.matching_share))
 
     def matches(self, model: RetrievalModel, progress: float = 1.0) -> bool:
         """Whether the matching logits are needed: they weigh something, at this ``progress`` (0 .. 1) of the run."""
@@ -120,7 +143,8 @@ class Objective:
             )
         accuracy = {}
         if self.matches(model, progress):
-            logits = matching_logits(model, pairs, self.matching_negatives, self.length_buckets)
+            matched = pairs.first(self.matched(len(pairs.image)))
+            logits = matching_logits(model, matched, self.matching_negatives, self.length_buckets)
             false = torch.cat([logits.by_image[:, 1:].flatten(), logits.by_text.flatten()])
             valid = torch.cat([logits.image_valid.flatten(), logits.text_valid.flatten()])
             true = logits.by_image[:, 0]
@@ -166,7 +190,7 @@ def matching_logits(model: RetrievalModel, pairs: Pairs, count: int = 1, length_
     kept = model.keep_image(image)
     if pairs.all_image is image:
         met, met_rows = kept, hard_image.index.flatten()
-    else:  # other ranks' pictures: projected for this rank's captions
+    else:  # pictures beyond those matched here, other ranks' too: projected for this rank's captions
         met = model.keep_image(pairs.all_image.index(hard_image.index.flatten()))
         met_rows = torch.arange(batch * count, device=device)
     repeated = torch.arange(batch, device=device).repeat_interleave(count)

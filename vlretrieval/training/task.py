@@ -72,7 +72,7 @@ class RetrievalTask(pl.LightningModule):
     def encode(self, batch: Batch) -> Pairs:
         """The batch as the objective takes it: encoded here, gathered over ranks, positives known."""
         image = self.model.encode_image(batch.pixels)
-        text, negatives = self._encode_texts(batch)
+        text, negatives, negative_valid = self._encode_texts(batch)
         image_ids, caption_ids = gather_rows(batch.image_ids), gather_rows(batch.caption_ids)
         matching = self.objective.matches(self.model, self.progress)
         local, everyone = len(batch.image_ids), len(image_ids)
@@ -88,21 +88,25 @@ class RetrievalTask(pl.LightningModule):
             losses.positive_pairs(batch.image_ids, batch.caption_ids, image_ids, caption_ids),
             uniform[:, first : first + local].to(image.embedding.device),
             negatives,
-            None if batch.negative_token_mask is None else batch.negative_token_mask.any(-1),
+            negative_valid,
         )
 
-    def _encode_texts(self, batch: Batch) -> tuple[Encoded, Encoded | None]:
-        """Captions and the data's hard negatives, in one pass of the encoder."""
+    def _encode_texts(self, batch: Batch) -> tuple[Encoded, Encoded | None, Tensor | None]:
+        """Captions, and the data's hard negatives of the pairs that are matched, in one pass of the encoder.
+
+        Also which of the latter there are: (pairs matched, K) bool.
+        """
+        buckets, own = self.objective.length_buckets, batch.token_ids
         unused = not self.objective.matches(self.model, self.progress)
         if batch.negative_token_ids is None or batch.negative_token_mask is None or unused:
-            return encode_text(self.model, batch.token_ids, batch.token_mask, self.objective.length_buckets), None
-        own, wrong = batch.token_ids, batch.negative_token_ids.flatten(0, 1)
-        length = max(own.shape[1], wrong.shape[1])
-        ids = torch.cat([F.pad(t, (0, length - t.shape[1])) for t in (own, wrong)])
-        wrong_mask = batch.negative_token_mask.flatten(0, 1)
-        mask = torch.cat([F.pad(m, (0, length - m.shape[1])) for m in (batch.token_mask, wrong_mask)])
-        encoded = encode_text(self.model, ids, mask, self.objective.length_buckets)
-        return encoded.part(slice(0, len(own))), encoded.part(slice(len(own), None))
+            return encode_text(self.model, own, batch.token_mask, buckets), None, None
+        matched = self.objective.matched(len(own))
+        wrong, wrong_mask = batch.negative_token_ids[:matched], batch.negative_token_mask[:matched]
+        length = max(own.shape[1], wrong.shape[2])
+        ids = torch.cat([F.pad(t, (0, length - t.shape[1])) for t in (own, wrong.flatten(0, 1))])
+        mask = torch.cat([F.pad(m, (0, length - m.shape[1])) for m in (batch.token_mask, wrong_mask.flatten(0, 1))])
+        encoded = encode_text(self.model, ids, mask, buckets)
+        return encoded.part(slice(0, len(own))), encoded.part(slice(len(own), None)), wrong_mask.any(-1)
 
     def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
         with torch.no_grad():
