@@ -24,7 +24,7 @@ class Pairs:
         all_image, all_text: M rows of all ranks (the same objects where there is one rank).
         positives: (B, M) bool, pairs that share their picture or caption.
         uniform: (2, B, M) draws from [0, 1) that decide which hard negatives are taken.
-        negatives: the data's own hard-negative captions of the pairs that are matched, K consecutive rows a pair, or None.
+        negatives: the data's hard-negative captions of the pairs that are matched, K consecutive rows a pair; or None.
         negative_valid: (B, K) bool for those pairs, False where a caption has fewer than K.
     """
 
@@ -108,7 +108,7 @@ class Objective:
             )
         if not 0 <= matching_start < 1 or (matching_start and not contrastive_weight):
             raise ValueError(
-                f"matching_start={matching_start} must be a share of the run in [0, 1), and 0 without a contrastive loss"
+                f"matching_start={matching_start} must be a share of the run in [0, 1); 0 without a contrastive loss"
             )
         if length_buckets < 1:
             raise ValueError(f"length_buckets={length_buckets} must be at least 1")
