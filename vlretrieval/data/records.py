@@ -11,6 +11,7 @@ import numpy as np
 from PIL.Image import Image
 
 from vlretrieval.data.images import MAX_PIXELS, WHITE, open_image
+from vlretrieval.data.known_sets import size_faults
 from vlretrieval.data.packed import PackedStrings
 from vlretrieval.data.splits import HardNegative, HardNegatives, Region, Split
 
@@ -110,10 +111,22 @@ class Records:
         """All splits, read once."""
         if self._splits is None:
             by_split: dict[str, list[Record]] = {}
-            for record in merged(self.reader.records()):
+            for record in self.records():
                 by_split.setdefault(record.split, []).append(record)
+            sizes = {name: len(records) for name, records in by_split.items()}
+            for fault in size_faults(getattr(self.reader, "set_name", None), sizes):
+                log.warning("%s", fault)
             self._splits = {name: self._flat(name, records) for name, records in by_split.items()}
         return self._splits
+
+    def records(self) -> Iterator[Record]:
+        """All records, one for each picture, without what the fix list names."""
+        records = merged(self.reader.records())
+        if self.exclude is None:
+            return records
+        from vlretrieval.data.exclude import FixList  # it knows records, so records cannot know it at import
+
+        return FixList(self.exclude)(records)
 
     def fingerprint(self) -> dict:
         """Plain data: the settings of source and reader."""
@@ -196,6 +209,11 @@ def merged(records: Iterable[Record]) -> Iterator[Record]:
     for record in records:
         key = (record.split, record.image_id)
         found = whole.get(key)
+        if found is not None and (image := (found[0] if isinstance(found, list) else found).image) != record.image:
+            raise ValueError(
+                f"image id {record.image_id!r} of split {record.split!r} is {image!r} and {record.image!r}; "
+                f"an id is one picture"
+            )
         if found is None:
             whole[key] = record
         elif isinstance(found, list):

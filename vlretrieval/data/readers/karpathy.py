@@ -3,12 +3,11 @@
 {"images": [{"filename", "split", "sentences": [{"raw"}, ...], "filepath"?, "imgid"?, "cocoid"?}, ...]}
 """
 
-import hashlib
-import json as jsonlib
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from vlretrieval.data.readers import files
 from vlretrieval.data.records import Record
 
 
@@ -24,10 +23,9 @@ class KarpathyJson:
 
     def __init__(self, json: str, images: str, *, restval: str = "train", language: str | None = None) -> None:
         self.json, self.images, self.restval, self.language = str(json), str(images), restval, language
-        if not Path(self.json).is_file():
-            raise ValueError(f"data.json={self.json}: no such file; give the Karpathy JSON of the set")
-        if not Path(self.images).is_dir():
-            raise ValueError(f"data.images={self.images}: no such folder; give the folder that holds the pictures")
+        self.set_name: str | None = None  # what the file calls itself, once read
+        files.need_file("data.json", self.json)
+        files.need_folder("data.images", self.images)
 
     def records(self) -> Iterator[Record]:
         """All records; ValueError naming file, entry and field where one is not as it should be."""
@@ -39,10 +37,10 @@ class KarpathyJson:
             image = str(PurePosixPath(entry.get("filepath") or "") / filename)
             yield Record(
                 image=image,
-                captions=tuple(self._caption(sentence, place) for sentence in sentences),
-                image_id=image,
+                captions=files.captions_of(sentences, f"{self.json}: images[{place}].sentences"),
+                image_id=str(entry.get("image_id", image)),
                 split=self.restval if split == "restval" else split,
-                language=self.language,
+                **{"language": self.language, **files.extras_of(entry, f"{self.json}: images[{place}]")},
             )
 
     def open(self, image: str) -> Path:
@@ -51,23 +49,18 @@ class KarpathyJson:
 
     def fingerprint(self) -> dict:
         """Plain data: the settings, and the sha256 of the file."""
-        digest = hashlib.sha256(Path(self.json).read_bytes()).hexdigest()
         return {
             "json": self.json,
             "images": self.images,
             "restval": self.restval,
             "language": self.language,
-            "sha256": digest,
+            "sha256": files.file_hash(self.json),
         }
 
     def _entries(self) -> list[Any]:
-        try:
-            data = jsonlib.loads(Path(self.json).read_text(encoding="utf-8-sig"))
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{self.json}: not UTF-8 at byte {error.start}; save it as UTF-8") from None
-        except jsonlib.JSONDecodeError as error:
-            raise ValueError(f"{self.json}:{error.lineno}: not JSON ({error.msg})") from None
+        data = files.read_json(self.json)
         entries = data.get("images") if isinstance(data, dict) else None
+        self.set_name = data.get("dataset") if isinstance(data, dict) else None
         if not isinstance(entries, list):
             raise ValueError(f'{self.json}: no list "images" at the top; is it Karpathy JSON?')
         return entries
@@ -77,9 +70,3 @@ class KarpathyJson:
         if not isinstance(value, kind):
             raise ValueError(f'{self.json}: images[{place}] has no {kind.__name__} "{name}"')
         return value
-
-    def _caption(self, sentence: Any, place: int) -> str:
-        raw = sentence.get("raw") if isinstance(sentence, dict) else sentence
-        if not isinstance(raw, str):
-            raise ValueError(f'{self.json}: images[{place}] has a sentence without a text "raw"')
-        return raw
