@@ -1,4 +1,4 @@
-"""``python scripts/train.py key=value ...`` and ``torchrun scripts/train.py ...``: the same as ``vlretrieval-train``."""
+"""``python scripts/train.py key=value ...``, ``torchrun scripts/train.py ...``: the same as ``vlretrieval-train``."""
 
 from vlretrieval.commands.train import main
 

@@ -54,8 +54,8 @@ OWNERS = {
     "wandb": [],
     "lightning": ["training/", "data/datamodule.py"],
     "pytorch_lightning": [],
-    "hydra": ["commands/", "training/fit.py"],
-    "omegaconf": ["commands/", "training/fit.py"],
+    "hydra": ["commands/", "training/fit.py", "evaluation/run.py"],
+    "omegaconf": ["commands/", "training/fit.py", "evaluation/run.py"],
 }
 
 

@@ -1,0 +1,140 @@
+"""Every YAML under conf/ composes, passes the checks of the commands, and builds what it describes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import hydra
+import pytest
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from vlretrieval.commands.check import check_config
+from vlretrieval.commands.launch import conf_dir
+
+CONF = conf_dir()
+FILES = sorted(CONF.rglob("*.yaml"))
+PRIMARY = [path.stem for path in FILES if path.parent == CONF and path.stem != "hydra_settings"]
+# What a choice needs beside itself: values that only a user can know.
+NEEDS: dict[str, list[str]] = {
+    "data=karpathy": ["data.json=karpathy.json", "data.images=images"],
+    "experiment=flickr8k_small": ["data.json=karpathy.json", "data.images=images"],
+    "tokenizer=huggingface": ["tokenizer.path=tokenizer.json"],
+}
+# Objects whose building reads files, wants a device or starts a library: composed and checked, not built.
+NOT_BUILT = {"data", "trainer", "logger", "tokenizer"}
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(CONF).as_posix()
+
+
+def choice(path: Path) -> str:
+    """``conf/model/text_encoder/small.yaml`` -> "model/text_encoder=small"."""
+    return f"{path.parent.relative_to(CONF).as_posix()}={path.stem}"
+
+
+@contextmanager
+def composing() -> Iterator[None]:
+    with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+        yield
+
+
+@cache
+def compose(command: str, overrides: tuple[str, ...]) -> DictConfig:
+    with composing():
+        return hydra.compose(command, overrides=list(overrides))
+
+
+def training_config(*overrides: str) -> DictConfig:
+    needed = [word for override in overrides for word in NEEDS.get(override, [])]
+    name = [] if any(o.startswith("experiment=") for o in overrides) else ["name=test"]
+    return compose("train", (*overrides, *name, *needed))
+
+
+GROUP_FILES = [path for path in FILES if path.parent != CONF and path.stem != "base"] + [
+    path for path in FILES if path.parent.parent == CONF and path.stem == "base" and path.parent.name == "model"
+]
+
+
+@pytest.mark.parametrize("path", GROUP_FILES, ids=name_of)
+def test_every_choice_composes_passes_the_checks_and_builds(path: Path) -> None:
+    cfg = training_config(choice(path))
+    check_config(cfg, compose("train", (choice(path),)))
+    with torch.device("meta"):  # shapes only
+        for block in ("model", "loss", "optimizer", "scheduler"):
+            if block not in NOT_BUILT:
+                hydra.utils.instantiate(cfg[block])
+
+
+@pytest.mark.parametrize("command", PRIMARY)
+def test_every_command_composes(command: str) -> None:
+    cfg = compose(command, ())
+    assert len(cfg) >= 2
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_every_file_opens_with_what_it_is(path: Path) -> None:
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if not line.startswith("# @package")]
+    assert re.match(r"# \S", lines[0]), "the first line says what the choice is"
+
+
+@pytest.mark.parametrize("path", sorted((CONF / "experiment").glob("*.yaml")), ids=name_of)
+def test_every_experiment_names_its_command(path: Path) -> None:
+    head = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
+    assert any(f"vlretrieval-train experiment={path.stem}" in line for line in head)
+
+
+HEADS_KEYS = {
+    "heads.text": "text_encoder.transformer",
+    "heads.image": "image_encoder.transformer",
+    "heads.text_to_image": "crossmodal.text_to_image",
+    "heads.image_to_text": "crossmodal.image_to_text",
+}
+
+
+def build(*overrides: str) -> Any:
+    with torch.device("meta"):
+        return hydra.utils.instantiate(training_config(*overrides).model)
+
+
+@pytest.mark.parametrize("key", HEADS_KEYS)
+def test_each_number_of_the_heads_block_reaches_its_own_attention_and_no_other(key: str) -> None:
+    base, changed = build(), build(f"{key}=8")
+    for other, place in HEADS_KEYS.items():
+        before, after = (attention_heads(model.get_submodule(place), place) for model in (base, changed))
+        if other == key:
+            assert set(after) == {8}
+        elif key != "heads.text":  # text heads are those between words in the cross-modal blocks too
+            assert before == after
+
+
+def attention_heads(module: torch.nn.Module, place: str) -> list[int]:
+    """Query heads of the attention that a number of the heads block is about."""
+    kind = ".cross" if place.startswith("crossmodal") else ""
+    return [m.num_heads for name, m in module.named_modules() if hasattr(m, "num_heads") and name.endswith(kind)]
+
+
+def test_no_cross_modal_heads_leave_a_plain_dual_encoder() -> None:
+    assert build("heads.text_to_image=0", "heads.image_to_text=0").crossmodal is None
+    assert build("heads=dual").crossmodal is None
+    assert build("heads.text_to_image=0").crossmodal is not None
+
+
+def test_every_interpolation_of_the_model_runs_one_way() -> None:
+    """tokenizer -> model -> data: no model key reads from data, no tokenizer key from the model."""
+    cfg = OmegaConf.to_container(training_config(), resolve=False)
+    assert isinstance(cfg, dict)
+    text = {block: OmegaConf.to_yaml(OmegaConf.create(cfg[block])) for block in ("tokenizer", "model", "heads")}
+    assert "${" not in text["heads"]
+    assert not re.search(r"\$\{(model|data|loss)", text["tokenizer"])
+    assert not re.search(r"\$\{(data|loss|optimizer|trainer)", text["model"])
+
+
+def test_the_walk_found_the_files() -> None:
+    assert len(FILES) >= 25 and {"train", "evaluate", "export", "search"} <= set(PRIMARY)
