@@ -4,6 +4,7 @@ import json
 import logging
 
 import pytest
+from image_zoo import encoded
 from tiny_data import picture, write_karpathy
 
 from vlretrieval.data.convert import FORMATS, convert
@@ -176,6 +177,25 @@ def test_a_folder_that_holds_something_else_is_not_written_into(tmp_path):
         convert(source, "xml", str(tmp_path / "new"))
 
 
+def test_a_hugging_face_set_with_a_row_a_caption_and_equal_file_names(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    first, other = encoded(picture(1), "PNG"), encoded(picture(2), "PNG")
+    rows = {
+        "image": [{"bytes": data, "path": "a.png"} for data in (first, first, other)],
+        "text": ["one", "two", "three"],
+    }
+    datasets.Dataset.from_dict(rows).cast_column("image", datasets.Image(decode=False)).save_to_disk(
+        str(tmp_path / "d")
+    )
+    split = Records(HuggingFaceDataset(str(tmp_path / "d"))).split("train")
+    assert split.caption_image.tolist() == [0, 0, 1] and list(split.captions) == ["one", "two", "three"]
+    assert [split.picture(i).getpixel((0, 0))[0] for i in range(2)] == [1, 2]
+    with pytest.raises(ValueError, match="no column 'title'; there are image, text; set data.caption_column"):
+        list(HuggingFaceDataset(str(tmp_path / "d"), caption_column="title").records())
+    with pytest.raises(ValueError, match="has no split 'test'; it has train"):
+        list(HuggingFaceDataset(str(tmp_path / "d"), splits={"test": "test"}).records())
+
+
 # ----- tables
 
 
@@ -224,12 +244,12 @@ def test_a_table_without_header_has_numbered_columns(tmp_path):
         ("image,caption\na.jpg,x,y\n", {}, r"data.csv:2: 3 cells"),
         (b"image,caption\na.jpg,\xff\xfe\n", {}, r"data.csv:2: not UTF-8 \(byte 20\)"),
         ("image,caption\na.jpg,x\0y\n", {}, r"data.csv:2: column 'caption': a NUL character"),
-        ("image,caption\na.jpg," + "x" * 200_000 + "\n", {}, r"csv:2: column 'caption': 200000 characters in one caption"),
+        ("image,caption\na.jpg," + "x" * 200_000 + "\n", {}, r"csv:2: column 'caption': 200000 characters"),
         ("image,caption\na.jpg," + "x" * 2_000_000 + "\n", {}, r"data.csv:2: field larger than field limit"),
         ("image,caption\n,x\n", {}, r"data.csv:2: column 'image' is empty"),
         ('image,caption\na.jpg,"x\nb.jpg,y\n', {}, r"data.csv:2: unexpected end of data; .*set data.quote=null"),
         ('image,caption\na.jpg,"x"y\n', {}, r"data.csv:2: ',' expected after '\"'"),
-        ("image,caption,image_id\na.jpg,x,1\nb.jpg,y,1\n", {}, r"csv:3: image id '1' is 'b.jpg' here and 'a.jpg' at .*:2"),
+        ("image,caption,image_id\na.jpg,x,1\nb.jpg,y,1\n", {}, r"csv:3: image id '1' is 'b.jpg' here .*:2"),
         ("image,image\n1,2\n", {}, r"two columns have the same name"),
         ("", {}, r"data.csv: empty"),
         ("word\n", {"header": False}, r"one column only, 'word'; set data.separator"),
@@ -257,10 +277,10 @@ def test_quotes_can_be_plain_text(tmp_path):
     [
         ('{"image": "a.jpg", "caption": "x"}\n{"image": ', r"data.jsonl:2: not JSON"),
         ('{"image": "a.jpg", "caption": "x"}\n[1]', r"data.jsonl:2: an object is needed, got list"),
-        ('{"image": "a.jpg", "caption": "x"}\n{"image": "b.jpg"}', r"data.jsonl:2: no field 'caption'; there are image"),
+        ('{"image": "a.jpg", "caption": "x"}\n{"image": "b.jpg"}', r"jsonl:2: no field 'caption'; there are image"),
         ('{"image": 3, "caption": "x"}', r"data.jsonl:1: field 'image' must be the picture's path"),
         ('{"image": "a.jpg", "caption": null}', r"jsonl:1: field 'caption': a caption must be text, got NoneType"),
-        ('{"image": "a.jpg", "captions": ["x", 5]}', r"jsonl:1: field 'captions'\[1\]: a caption must be text, got int"),
+        ('{"image": "a.jpg", "captions": ["x", 5]}', r"jsonl:1: field 'captions'\[1\]: a caption must"),
         ('{"image": "a.jpg", "caption": "x", "regions": [{"label": "a"}]}', r"data.jsonl:1: regions are"),
         ('{"url": "a.jpg", "alt": "x"}', r"cannot tell which of url, alt is the image; set data.image_key"),
         (
@@ -369,7 +389,7 @@ def test_a_folder_says_what_is_out_of_place(tmp_path):
         (lambda t: KarpathyJson(str(t / "here.json"), str(t / "no")), r"data.images=.*no: no such folder"),
         (lambda t: Table(str(t / "no.csv")), r"data.table=.*no.csv: no such file"),
         (lambda t: Folder(str(t / "no")), r"data.folder=.*no: no such folder"),
-        (lambda t: Records(JsonLines(str(t / "here.json")), exclude=str(t / "no")).splits(), r"data.exclude=.*no: no such"),
+        (lambda t: Records(JsonLines(str(t / "here.json")), exclude=str(t / "no")).splits(), r"data.exclude=.*no: no"),
     ],
 )  # fmt: skip
 def test_a_missing_file_is_named_with_its_key(make, message, tmp_path):

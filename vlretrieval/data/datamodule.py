@@ -12,7 +12,7 @@ from vlretrieval.data.datasets import CaptionsPerImage, TrainPairs
 from vlretrieval.data.loader import TrainLoader
 from vlretrieval.data.ordering import EpochOrder
 from vlretrieval.data.pictures import Augment, FilePictures, MemoryPictures, decode_all
-from vlretrieval.data.splits import Source, Split
+from vlretrieval.data.splits import Source, Split, plain
 from vlretrieval.data.tokenizers import Tokenizer
 from vlretrieval.data.transforms import EvalTransform, ResizeMode
 
@@ -147,5 +147,5 @@ def _check_settings(source: Source, settings: dict[str, Any]) -> None:
     for name, value in settings.items():
         if name not in known:
             raise ValueError(f"data.{name}={value!r} has no effect: {type(source).__name__} has no such setting")
-        if known[name] != value:
+        if plain(known[name]) != plain(value):
             raise ValueError(f"data.{name}={value!r}, but the source was given {known[name]!r}; set one of them")

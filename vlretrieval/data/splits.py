@@ -2,10 +2,10 @@
 
 import hashlib
 import unicodedata
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from PIL.Image import Image
@@ -62,6 +62,15 @@ class Source(Protocol):
     def fingerprint(self) -> dict:
         """Plain data that says what the set is, for the run folder."""
         ...
+
+
+def plain(value: Any) -> Any:
+    """``value`` with a config's own containers (OmegaConf's) made plain dicts and lists."""
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        return [plain(item) for item in value]
+    return value
 
 
 class Split:

@@ -9,6 +9,7 @@ from typing import Any
 
 from vlretrieval.data.readers import files
 from vlretrieval.data.records import Record
+from vlretrieval.data.splits import plain
 
 
 class CocoCaptions:
@@ -20,11 +21,11 @@ class CocoCaptions:
     """
 
     def __init__(self, json: Mapping[str, str], images: str | Mapping[str, str]) -> None:
+        self.json, self.images = plain(json), plain(images)
         given = {split: str(path) for split, path in json.items() if path is not None}
         if not given:
             raise ValueError("data.json is empty; give the file of a split at least, as data.json.train=FILE")
-        self.json = given
-        self.images = images if isinstance(images, str) else {split: str(folder) for split, folder in images.items()}
+        self._files = given
         for split, path in given.items():
             files.need_file(f"data.json.{split}", path)
             if not isinstance(self.images, str) and split not in self.images:
@@ -34,7 +35,7 @@ class CocoCaptions:
 
     def records(self) -> Iterator[Record]:
         """All records; ValueError naming file, list and entry where one is not as it should be."""
-        for split, path in self.json.items():
+        for split, path in self._files.items():
             data = files.read_json(path)
             captions: dict[Any, list[str]] = {}
             for place, entry in enumerate(_list(data, "images", path)):
@@ -68,7 +69,7 @@ class CocoCaptions:
 
     def fingerprint(self) -> dict:
         """Plain data: the settings, and the sha256 of each file."""
-        digests = {split: files.file_hash(path) for split, path in self.json.items()}
+        digests = {split: files.file_hash(path) for split, path in self._files.items()}
         return {"json": self.json, "images": self.images, "sha256": digests}
 
 

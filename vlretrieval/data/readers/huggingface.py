@@ -4,9 +4,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from vlretrieval.data.packed import NameIndex
 from vlretrieval.data.readers import files
 from vlretrieval.data.records import Record
+from vlretrieval.data.splits import plain
+
+_EXTRAS = ("language", "regions", "negatives")
 
 
 class HuggingFaceDataset:
@@ -36,55 +41,50 @@ class HuggingFaceDataset:
         self.path, self.name, self.revision = path, name, revision
         self.image_column, self.caption_column = image_column, caption_column
         self.split_column, self.id_column = split_column, id_column
-        self.splits = dict(splits) if splits is not None else None
+        self.splits = plain(splits)
         self._tables: list[Any] = []
-        self._names = NameIndex([])
+        self._names, self._rows = NameIndex([]), np.zeros(0, dtype=np.int64)
         self._starts: list[int] = []
 
     def records(self) -> Iterator[Record]:
         """A record a row; ValueError naming split, row and column where a row is not as it should be."""
         self._tables, self._starts = [], []
-        names: list[str] = []
+        rows: dict[str, int] = {}  # a picture's name -> the first of its rows, counted through all splits
         found: list[Record] = []
+        done = 0
         for split, table in self._load().items():
             image, caption, split_key, id_key = self._columns(table.column_names)
-            self._starts.append(len(names))
+            self._starts.append(done)
             self._tables.append(_undecoded(table, image))
-            texts = table.select_columns([c for c in dict.fromkeys((caption, split_key, id_key)) if c])
-            paths = self._tables[-1]
-            extra = [c for c in ("language", "regions", "negatives") if c in table.column_names]
-            extras = table.select_columns(extra) if extra else None
+            # The library keeps a path's last part only, so a column may hold the whole.
+            name_key = "file_name" if "file_name" in table.column_names and image != "file_name" else None
+            wanted = dict.fromkeys((caption, split_key, id_key, name_key, *_EXTRAS))
+            texts = table.select_columns([column for column in wanted if column in table.column_names])
             for row in range(len(table)):
                 where = f"{self.path}: {split}[{row}]"
-                entry = texts[row]
-                own = paths[row]["image"].get("path") if paths[row]["image"] else None
-                if paths[row]["image"] is None:
+                entry, cell = texts[row], self._tables[-1][row]["image"]
+                if cell is None:
                     raise ValueError(f"{where}: column {image!r} is empty")
-                name = own or f"{split}/{row:08d}"
-                names.append(name)
+                name = (entry[name_key] if name_key else cell.get("path")) or f"{split}/{row:08d}"
+                if name in rows and self._cell(rows[name]) != cell:
+                    name = f"{split}/{row:08d}/{name}"  # another picture of the same file name
+                rows.setdefault(name, done + row)
                 found.append(
                     Record(
                         image=name,
                         captions=files.captions_of(entry[caption], f"{where}: column {caption!r}"),
                         image_id=str(entry[id_key]) if id_key else name,
                         split=str(entry[split_key]) if split_key else split,
-                        **(files.extras_of(extras[row], where) if extras is not None else {}),
+                        **files.extras_of(entry, where),
                     )
                 )
-        if len(set(names)) < len(names):  # file names without their folders: number them by row
-            found = [
-                Record(
-                    f"{r.split}/{i:08d}",
-                    r.captions,
-                    r.image_id if id_key else f"{r.split}/{i:08d}",
-                    r.split,
-                    r.language,
-                )
-                for i, r in enumerate(found)
-            ]
-            names = [record.image for record in found]
-        self._names = NameIndex(names)
+            done += len(table)
+        self._names, self._rows = NameIndex(rows), np.fromiter(rows.values(), dtype=np.int64)
         yield from found
+
+    def _cell(self, row: int) -> dict[str, Any]:
+        table = max(i for i, start in enumerate(self._starts) if start <= row)
+        return self._tables[table][row - self._starts[table]]["image"]
 
     def _load(self) -> dict[str, Any]:
         try:
@@ -115,9 +115,7 @@ class HuggingFaceDataset:
 
     def open(self, image: str) -> bytes | str:
         """The bytes of a record's picture, or its path where the set holds paths."""
-        row = self._names[image]
-        table = max(i for i, start in enumerate(self._starts) if start <= row)
-        cell = self._tables[table][row - self._starts[table]]["image"]
+        cell = self._cell(int(self._rows[self._names[image]]))
         return cell["bytes"] if cell.get("bytes") is not None else cell["path"]
 
     def fingerprint(self) -> dict:

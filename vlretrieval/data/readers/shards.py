@@ -15,6 +15,7 @@ from vlretrieval.data.packed import NameIndex
 from vlretrieval.data.readers import files
 from vlretrieval.data.records import Record
 from vlretrieval.data.shards import BadShard, Member, ShardFile, expand_braces, fetch, read_index, samples
+from vlretrieval.data.splits import plain
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +51,8 @@ class TarShards:
         if incomplete not in ("error", "skip"):
             raise ValueError(f"incomplete={incomplete!r} is not known; choose error or skip")
         given = shards if isinstance(shards, Mapping) else {default_split: shards}
-        self.shards = {
+        self.shards = plain(shards)
+        self._patterns = {
             split: [patterns] if isinstance(patterns, str) else list(patterns)
             for split, patterns in given.items()
             if patterns is not None
@@ -90,7 +92,7 @@ class TarShards:
         yield from found
 
     def _paths(self) -> Iterator[tuple[str, str]]:
-        for split, patterns in self.shards.items():
+        for split, patterns in self._patterns.items():
             for pattern in patterns:
                 paths = expand_braces(pattern)
                 if not paths:
