@@ -62,9 +62,10 @@ def _swap_colour(query: Query, rng: Random, proposals: list[Proposal]) -> None:
     for i, a in enumerate(things):
         for j in range(i):
             b = things[j]
-            # Things that differ in colour alone would only change order.
             if a.colour != b.colour and ANY not in (a.colour, b.colour):
-                if query.relation != ANY or _recoloured(a, b.colour) != b:
+                # Things that differ in colour alone would only change order, or as the two of a relation change
+                # places, which is swap_relation.
+                if _recoloured(a, b.colour) != b or query.relation != ANY and i > 1:
                     pairs.append((j, i))
     if pairs:
         j, i = pairs[int(rng.random() * len(pairs))]

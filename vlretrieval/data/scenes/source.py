@@ -85,6 +85,12 @@ class Scenes:
             choose("shapes", shapes, SHAPES), choose("colours", colours, tuple(COLOURS)),
             min_objects, max_objects, placement, jitter, repeat,
         )  # fmt: skip
+        kinds = len(self.rules.shapes) * len(self.rules.colours)
+        if kinds <= max_objects:
+            raise ValueError(
+                f"{len(self.rules.shapes)} shapes in {len(self.rules.colours)} colours are {kinds} kinds of object, "
+                f"which max_objects={max_objects} could use up; allow more, so that something is always absent"
+            )
         self._splits: dict[str, SceneSplit] = {}
 
     def fingerprint(self) -> dict:

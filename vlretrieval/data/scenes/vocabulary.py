@@ -49,6 +49,8 @@ def choose(what: str, given: int | Sequence[str], names: Sequence[str]) -> tuple
         if not 1 <= given <= len(names):
             raise ValueError(f"{what}={given} must be from 1 to {len(names)}, or a list of names out of {list(names)}")
         return tuple(range(given))
+    if isinstance(given, str):
+        raise ValueError(f"{what}={given!r} must be a list of names, or how many; write {what}=[{given}]")
     unknown = [name for name in given if name not in names]
     if unknown or len(set(given)) != len(given) or not given:
         raise ValueError(f"{what}={list(given)} must be different names out of {list(names)}")
