@@ -8,7 +8,7 @@ import torch
 
 from tests.tiny_retrieval import TRANSFORM, FakeModel, tiny_split, tiny_tokenizer
 from vlretrieval.evaluation.encode import encode_images, encode_texts, evaluating
-from vlretrieval.evaluation.evaluate import Settings, choose_weight, evaluate, match_shortlists, reranked
+from vlretrieval.evaluation.evaluate import Gallery, Settings, choose_weight, evaluate, match_shortlists, reranked
 from vlretrieval.evaluation.inputs import Inputs
 from vlretrieval.evaluation.rerank import even_groups, score_pairs
 from vlretrieval.evaluation.shortlist import shortlist
@@ -73,7 +73,7 @@ def test_re_ranking_everything_equals_scoring_every_pair(encoded):
     split = inputs.split
     logits = all_pairs_one_by_one(model, inputs)
     with evaluating(model) as device:
-        lists = match_shortlists(model, images, texts, split.positives, 10_000, device)
+        lists = match_shortlists(model, Gallery(images, texts, split), 10_000, device)
     first = rank_both(texts.embedding, images.embedding, split.positives)
     t2i, i2t = reranked(first, lists, split.positives, 10.0, None)
     true = np.zeros(logits.shape, bool)
@@ -101,7 +101,7 @@ def test_re_ranking_moves_the_shortlist_and_nothing_else(encoded, top_k, weight)
     logits = all_pairs_one_by_one(model, inputs)
     cosine = texts.embedding.astype(np.float64) @ images.embedding.astype(np.float64).T
     with evaluating(model) as device:
-        lists = match_shortlists(model, images, texts, split.positives, top_k, device)
+        lists = match_shortlists(model, Gallery(images, texts, split), top_k, device)
     first = rank_both(texts.embedding, images.embedding, split.positives)
     ways = reranked(first, lists, split.positives, 10.0, weight)
     true = {tuple(pair) for pair in split.positives.tolist()}
@@ -121,7 +121,7 @@ def test_weight_zero_changes_no_rank(encoded):
     model, inputs, images, texts = encoded
     first = rank_both(texts.embedding, images.embedding, inputs.split.positives)
     with evaluating(model) as device:
-        lists = match_shortlists(model, images, texts, inputs.split.positives, 6, device)
+        lists = match_shortlists(model, Gallery(images, texts, inputs.split), 6, device)
     again = reranked(first, lists, inputs.split.positives, 10.0, 0.0)
     assert [r.rank().tolist() for r in again] == [r.rank().tolist() for r in first]
 

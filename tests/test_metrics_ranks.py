@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vlretrieval.metrics import NonFiniteEmbedding, rank_both, recall_at
+from vlretrieval.metrics import Fold, NonFiniteEmbedding, rank_both, recall_at
 from vlretrieval.metrics.ranks import Probes, check_positives, count_rivals, count_true
 from vlretrieval.metrics.recall import both_directions, direction_figures, mean_reciprocal_rank, median_rank
 
@@ -227,16 +227,16 @@ def test_both_directions_and_their_intervals_hold_the_point_estimate():
     image = rng.standard_normal((80, 16)).astype(np.float32)
     text = np.repeat(image, 3, axis=0) + 1.4 * rng.standard_normal((240, 16)).astype(np.float32)
     owner = np.arange(240) // 3
-    ranks = rank_both(text, image, np.stack([np.arange(240), owner], axis=1))
-    result = both_directions(*ranks, owner, (1, 5, 10), replicates=300)
+    fold = Fold(*rank_both(text, image, np.stack([np.arange(240), owner], axis=1)), owner)
+    result = both_directions([fold], (1, 5, 10), replicates=300)
     for way in ("t2i", "i2t"):
         for name, (low, high) in result[way]["interval"].items():
             assert low <= result[way][name] <= high, (way, name)
     low, high = result["rsum_interval"]
     assert low < result["rsum"] < high
     assert result["rsum"] == sum(result[way][f"R@{k}"] for way in ("t2i", "i2t") for k in (1, 5, 10))
-    assert result == both_directions(*ranks, owner, (1, 5, 10), replicates=300), "same seed, same interval"
-    assert "interval" not in both_directions(*ranks, owner, replicates=0)["t2i"]
+    assert result == both_directions([fold], (1, 5, 10), replicates=300), "same seed, same interval"
+    assert "interval" not in both_directions([fold], replicates=0)["t2i"]
 
 
 def test_captions_of_one_picture_widen_the_interval():

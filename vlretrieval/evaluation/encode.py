@@ -30,6 +30,12 @@ class Texts:
     begin: IntArray | None = None  # (M,) where each text's tokens begin
     length: IntArray | None = None  # (M,) and how many they are
 
+    def part(self, rows: IntArray) -> Texts:
+        """The given texts; their tokens are shared, not copied."""
+        if self.begin is None or self.length is None:
+            return Texts(self.embedding[rows])
+        return Texts(self.embedding[rows], self.tokens, self.begin[rows], self.length[rows])
+
     def rows(self, rows: IntArray) -> Encoded:
         """The given texts, padded to the longest of them."""
         assert self.tokens is not None and self.begin is not None and self.length is not None, "tokens were not kept"
@@ -50,7 +56,14 @@ class Images:
     tokens: Tensor | None = None
     mask: Tensor | None = None
 
+    def part(self, first: int, last: int) -> Images:
+        """Pictures first..last; nothing is copied."""
+        tokens = None if self.tokens is None else self.tokens[first : last + 1]
+        mask = None if self.mask is None else self.mask[first : last + 1]
+        return Images(self.embedding[first : last + 1], tokens, mask)
+
     def rows(self, rows: IntArray) -> Encoded:
+        """The given pictures."""
         assert self.tokens is not None, "tokens were not kept"
         at = torch.from_numpy(rows)
         mask = None if self.mask is None else self.mask[at]

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import json
-import platform
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-import vlretrieval
 from vlretrieval.data.splits import Split
 from vlretrieval.data.tokenizers import Tokenizer
+from vlretrieval.evaluation.describe import describe
 from vlretrieval.evaluation.encode import Images, Texts, encode_images, encode_texts, evaluating
-from vlretrieval.evaluation.hard_negatives import accuracies, draw_negatives
+from vlretrieval.evaluation.hard_negatives import NegativePairs, accuracies, draw_negatives
 from vlretrieval.evaluation.inputs import Inputs, Transform
+from vlretrieval.evaluation.outcome import Evaluation, Gallery, Shortlists, Stages, joined
+from vlretrieval.evaluation.protocols import PROTOCOLS, Protocol, part
 from vlretrieval.evaluation.rerank import NOISE, fuse, rerank, score_pairs, unique_pairs
 from vlretrieval.evaluation.sharing import Processes
 from vlretrieval.evaluation.shortlist import shortlist
 from vlretrieval.metrics.ranks import Ranks, rank_both
-from vlretrieval.metrics.recall import both_directions, recall_at
+from vlretrieval.metrics.recall import Fold, both_directions, recall_at
 from vlretrieval.metrics.scores import IntArray, pair_scores
 
 Floats = npt.NDArray[np.float64]
@@ -46,6 +45,7 @@ class Settings:
         seed: of the bootstrap and of the drawn negatives.
         precision: "float32", or "bfloat16" / "float16" for the encoders' own arithmetic; scores are float32 always.
         batch_size: pictures a batch; four times as many captions.
+        protocol: which pictures and captions, how many folds.
     """
 
     ks: Sequence[int] = (1, 5, 10)
@@ -57,6 +57,7 @@ class Settings:
     seed: int = 0
     precision: str = "float32"
     batch_size: int = 64
+    protocol: Protocol = PROTOCOLS["full"]
 
     def __post_init__(self) -> None:
         if not self.ks or min(self.ks) < 1:
@@ -68,70 +69,6 @@ class Settings:
             raise ValueError(f"batch_size={self.batch_size} must be at least 1")
         if self.bootstrap < 0:
             raise ValueError(f"bootstrap={self.bootstrap} is negative; 0 leaves the intervals out")
-
-
-@dataclass
-class Shortlists:
-    """What re-ranking works on, both directions: candidates and cosines (Q, K), and matching logits (Q, K)."""
-
-    t2i: tuple[IntArray, Floats, Floats]
-    i2t: tuple[IntArray, Floats, Floats]
-
-
-@dataclass
-class Evaluation:
-    """The outcome: ``figures`` is metrics.json; the rest is what it was computed from, a query at a time.
-
-    Attributes:
-        figures: plain data. {"protocol", "first_stage", "reranked"?, "by_image_id"?, "hard_negatives"?}.
-        ranks: {"first_stage": (t2i, i2t), "reranked": ...} under the split's truth.
-        images, texts: the embeddings.
-        shortlists: where the model re-ranked.
-    """
-
-    figures: dict[str, Any]
-    ranks: dict[str, tuple[Ranks, Ranks]]
-    images: Images
-    texts: Texts
-    shortlists: Shortlists | None = None
-    caption_image: IntArray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-
-    def scalars(self, prefix: str = "") -> dict[str, float]:
-        """The headline figures under flat names: "t2i/R@1", "rsum", "reranked/i2t/R@5", "negatives/all/match"."""
-        flat: dict[str, float] = {}
-        for stage, lead in (("first_stage", ""), ("reranked", "reranked/")):
-            if stage not in self.figures:
-                continue
-            for way in ("t2i", "i2t"):
-                for name, value in self.figures[stage][way].items():
-                    if name.startswith("R@") or name in ("median_rank", "mean_rank", "MRR"):
-                        flat[f"{lead}{way}/{name}"] = value
-            flat[f"{lead}rsum"] = self.figures[stage]["rsum"]
-        for kind, scores in self.figures.get("hard_negatives", {}).items():
-            for name in ("cosine", "match"):
-                if name in scores:
-                    flat[f"negatives/{kind}/{name}"] = scores[name]["accuracy"]
-        return {prefix + name: value for name, value in flat.items()}
-
-    def write(self, folder: str | Path) -> Path:
-        """Write metrics.json and queries.npz (each query's rank, for paired comparisons) and give the former's path."""
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        arrays: dict[str, Any] = {"caption_image": self.caption_image}
-        for stage, ways in self.ranks.items():
-            for way, ranks in zip(("t2i", "i2t"), ways, strict=True):
-                for name in ("query", "above", "tied", "good"):
-                    arrays[f"{stage}/{way}/{name}"] = getattr(ranks, name)
-        path = folder / "metrics.json"
-        for target, save in (
-            (folder / "queries.npz", lambda file: np.savez_compressed(file, **arrays)),
-            (path, lambda file: file.write((json.dumps(self.figures, indent=2) + "\n").encode())),
-        ):
-            partial = target.with_name(target.name + ".partial")
-            with partial.open("wb") as file:
-                save(file)
-            partial.replace(target)  # whole or not at all
-        return path
 
 
 def evaluate(
@@ -149,13 +86,13 @@ def evaluate(
     Args:
         model: a RetrievalModel; it comes back in the mode it was in.
         tokenizer, transform: the model's own.
-        inputs: the split made ready earlier (then split, tokenizer and transform are the ones it holds).
+        inputs: the split made ready earlier, under the same protocol (split, tokenizer and transform are then its own).
         processes: who shares the work; all of them must call, and all get the same outcome.
 
     Raises:
         ValueError: non-finite embeddings or logits (naming the row), an unreadable picture (naming the file).
     """
-    inputs = inputs or Inputs(split, tokenizer, transform)
+    inputs = inputs or Inputs(settings.protocol.prepare(split), tokenizer, transform)
     split = inputs.split
     rerank_with_heads = settings.top_k > 0 and model.crossmodal is not None
     tokens = model.crossmodal is not None and (
@@ -167,50 +104,71 @@ def evaluate(
         texts = encode_texts(
             model, inputs, inputs.captions, device, batch_size=4 * batch, tokens=tokens, processes=processes
         )
-        shortlists = None
+        galleries = [
+            Gallery(
+                images.part(i[0], i[-1]), texts.part(c), part(split, i, c) if settings.protocol.folds > 1 else split
+            )
+            for i, c in settings.protocol.fold_rows(split)
+        ]
         if rerank_with_heads:
-            shortlists = match_shortlists(model, images, texts, split.positives, settings.top_k, device, processes)
+            for gallery in galleries:
+                gallery.shortlists = match_shortlists(model, gallery, settings.top_k, device, processes)
         negatives = None
         if settings.hard_negatives and len(split.negatives):
             negatives = score_negatives(model, inputs, images, texts, settings, device, processes)
         logit_scale = float(model.logit_scale)
 
-    truths = {"truth": split.positives}
-    own = np.stack([np.arange(len(split.captions)), split.caption_image], axis=1)
-    if len(split.positives) != len(own):
-        truths["image id"] = own
-    figures: dict[str, Any] = {"protocol": protocol(inputs, settings, model, shortlists, logit_scale, processes.count)}
-    kept: dict[str, tuple[Ranks, Ranks]] = {}
-    for rule, positives in truths.items():
-        ranks = {"first_stage": rank_both(texts.embedding, images.embedding, positives)}
-        if shortlists is not None:
-            ranks["reranked"] = reranked(ranks["first_stage"], shortlists, positives, logit_scale, settings.weight)
-        stages = {
-            stage: both_directions(
-                *ways, split.caption_image, settings.ks, replicates=settings.bootstrap, seed=settings.seed
-            )
-            for stage, ways in ranks.items()
-        }
-        if rule == "truth":
-            figures |= stages
-            kept = ranks
-        else:
-            figures["by_image_id"] = stages
+    figures: dict[str, Any] = {"protocol": describe(inputs, settings, galleries[0], logit_scale, processes.count)}
+    ranks = rank_stages(galleries, logit_scale, settings.weight)
+    figures |= _figures(galleries, ranks, settings)
+    if len(split.positives) != len(split.captions):
+        figures["by_image_id"] = _figures(
+            galleries, rank_stages(galleries, logit_scale, settings.weight, own=True), settings
+        )
     if negatives is not None:
-        figures["hard_negatives"] = negatives
-    return Evaluation(figures, kept, images, texts, shortlists, split.caption_image)
+        figures["hard_negatives"] = accuracies(negatives, replicates=settings.bootstrap, seed=settings.seed)
+    return Evaluation(figures, joined(ranks, settings.protocol.fold_rows(split)), images, texts, galleries, negatives)
+
+
+def rank_stages(
+    galleries: Sequence[Gallery], logit_scale: float, weight: float | None, own: bool = False
+) -> list[Stages]:
+    """Each gallery's ranks at each stage; ``own`` counts own pairs alone as true."""
+    found = []
+    for gallery in galleries:
+        split = gallery.split
+        positives = split.positives
+        if own:
+            positives = np.stack([np.arange(len(split.captions)), split.caption_image], axis=1)
+        first = rank_both(gallery.texts.embedding, gallery.images.embedding, positives)
+        stages = {"first_stage": first}
+        if gallery.shortlists is not None:
+            stages["reranked"] = reranked(first, gallery.shortlists, positives, logit_scale, weight)
+        found.append(stages)
+    return found
+
+
+def _figures(galleries: Sequence[Gallery], ranks: Sequence[Stages], settings: Settings) -> dict[str, Any]:
+    return {
+        stage: both_directions(
+            [Fold(*stages[stage], g.split.caption_image) for stages, g in zip(ranks, galleries, strict=True)],
+            settings.ks,
+            replicates=settings.bootstrap,
+            seed=settings.seed,
+        )
+        for stage in ranks[0]
+    }
 
 
 def match_shortlists(
     model: Any,
-    images: Images,
-    texts: Texts,
-    positives: IntArray,
+    gallery: Gallery,
     top_k: int,
     device: torch.device,
     processes: Processes = Processes(),  # noqa: B008  (frozen)
 ) -> Shortlists:
     """Both directions' shortlists and the matching logits of their pairs, each pair scored once."""
+    images, texts, positives = gallery.images, gallery.texts, gallery.split.positives
     images_of, _ = shortlist(texts.embedding, images.embedding, top_k, positives)
     turned = positives[:, ::-1][np.lexsort((positives[:, 0], positives[:, 1]))]
     texts_of, _ = shortlist(images.embedding, texts.embedding, top_k, turned)
@@ -264,7 +222,7 @@ def choose_weight(
         return None
     settings = Settings(top_k=top_k, hard_negatives=False, bootstrap=0)
     outcome = evaluate(model, split, tokenizer, transform, settings, inputs=inputs, processes=processes)
-    shortlists = outcome.shortlists
+    shortlists = outcome.galleries[0].shortlists
     assert shortlists is not None
     scale = outcome.figures["protocol"]["rerank"]["logit_scale"]
 
@@ -283,8 +241,8 @@ def score_negatives(
     settings: Settings,
     device: torch.device,
     processes: Processes,
-) -> dict[str, Any]:
-    """Accuracy on the split's hard negatives, by cosine and (where the model has the heads) by matching logit."""
+) -> NegativePairs:
+    """The split's hard negatives, by cosine and (where the model has the heads) by matching logit."""
     split = inputs.split
     rows = draw_negatives(split.negatives, settings.negatives_per_kind, settings.seed)
     caption = split.negatives.caption[rows]
@@ -306,50 +264,5 @@ def score_negatives(
         true = score_pairs(model, images, texts, split.caption_image[asked], asked, device, processes=processes)
         wrong = score_pairs(model, images, false, image, np.arange(len(rows)), device, processes=processes)
         scores["match"] = (true[at], wrong + NOISE * np.maximum(1, np.abs(wrong)))
-    kinds = [split.negatives.kinds[row] for row in rows]
-    return accuracies(kinds, image, scores, replicates=settings.bootstrap, seed=settings.seed)
-
-
-def protocol(
-    inputs: Inputs, settings: Settings, model: Any, shortlists: Shortlists | None, logit_scale: float, world_size: int
-) -> dict[str, Any]:
-    """Everything a figure depends on, so that it can be made again, or refused as another protocol's."""
-    split = inputs.split
-    images, captions = len(split.image_ids), len(split.captions)
-    per_image = np.bincount(split.caption_image, minlength=images)
-    wider = len(split.positives) - captions
-    reranking: dict[str, Any] = {"asked_top_k": settings.top_k, "weight": settings.weight, "logit_scale": logit_scale}
-    if shortlists is None:
-        reranking["done"] = "no: top_k is 0" if settings.top_k == 0 else "no: the model has no cross-modal heads"
-    else:
-        reranking["done"] = "yes"
-        reranking["top_k"] = {"t2i": shortlists.t2i[0].shape[1], "i2t": shortlists.i2t[0].shape[1]}
-        fused = "the matching logit" if settings.weight is None else "logit_scale * cosine + weight * matching logit"
-        reranking["score"] = f"{fused}; candidates outside the shortlist keep their order below it"
-    return {
-        "split": {"name": split.name, "hash": split.hash, "images": images, "captions": captions, "notes": split.notes},
-        "captions_per_image": {
-            "least": int(per_image.min()), "mean": float(per_image.mean()), "most": int(per_image.max()),
-        },
-        "images_without_captions": int((per_image == 0).sum()),
-        "positives": "own pairs by image id" if not wider else f"every true pair: {wider} beyond the own pairs",
-        "recall": "hit rate: share of queries with at least one positive among the first k, percent",
-        "ks": list(settings.ks),
-        "k_beyond_gallery": {
-            way: [k for k in settings.ks if k > size] for way, size in (("t2i", images), ("i2t", captions))
-        },
-        "ties": "against the model",
-        "scores": "exact dot products of float32 unit vectors",
-        "precision": settings.precision,
-        **inputs.description(),
-        "rerank": reranking,
-        "hard_negatives_per_kind": settings.negatives_per_kind,
-        "intervals": {"level": 0.95, "replicates": settings.bootstrap, "seed": settings.seed, "drawn": "images"},
-        "world_size": world_size,
-        "versions": {
-            "vlretrieval": vlretrieval.__version__,
-            "torch": torch.__version__,
-            "numpy": np.__version__,
-            "python": platform.python_version(),
-        },
-    }  # fmt: skip
+    kinds = np.array([split.negatives.kinds[row] for row in rows])
+    return NegativePairs(kinds, image, {name: true > wrong for name, (true, wrong) in scores.items()})

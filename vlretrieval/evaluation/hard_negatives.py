@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,8 +11,6 @@ import numpy.typing as npt
 from vlretrieval.data.splits import HardNegatives
 from vlretrieval.metrics.bootstrap import bootstrap_means, cluster_sums, interval
 from vlretrieval.metrics.scores import IntArray
-
-Floats = npt.NDArray[np.float64]
 
 
 def draw_negatives(negatives: HardNegatives, per_kind: int | None, seed: int = 0) -> IntArray:
@@ -27,30 +25,33 @@ def draw_negatives(negatives: HardNegatives, per_kind: int | None, seed: int = 0
     return np.sort(np.concatenate(drawn)) if drawn else np.arange(0)
 
 
-def accuracies(
-    kinds: Sequence[str],
-    image: IntArray,
-    scores: dict[str, tuple[Floats, Floats]],
-    *,
-    replicates: int = 1000,
-    seed: int = 0,
-) -> dict[str, Any]:
-    """Accuracy by kind and over all, percent, for each score; with intervals, and the paired difference's.
+@dataclass(frozen=True)
+class NegativePairs:
+    """Pairs of a true and a false caption on one picture, and whether each score tells them apart.
 
-    Args:
-        kinds: (K,) kind of each pair of a true and a false caption.
-        image: (K,) its picture: the clusters that the intervals draw.
-        scores: {"cosine": (true (K,), false (K,)), "match": ...}. An equal score counts against the model.
+    Attributes:
+        kind: (K,) kind of fault. image: (K,) the picture, the cluster that intervals draw.
+        correct: {"cosine": (K,) bool, "match": (K,) bool}; an equal score counts against the model.
+    """
+
+    kind: npt.NDArray[np.str_]
+    image: IntArray
+    correct: dict[str, npt.NDArray[np.bool_]]
+
+
+def accuracies(pairs: NegativePairs, *, replicates: int = 1000, seed: int = 0) -> dict[str, Any]:
+    """Accuracy by kind and over all, percent, for each score; with intervals, and the paired difference's.
 
     Returns:
         {kind: {"pairs": n, "cosine": {"accuracy", "interval"}, "match": ..., "difference": ...}, ..., "all": ...};
         "difference" is match - cosine in points where both scores are given.
     """
-    correct = {name: 100.0 * (true > false) for name, (true, false) in scores.items()}
+    scores = pairs.correct
+    correct = {name: 100.0 * right for name, right in scores.items()}
     if {"cosine", "match"} <= correct.keys():
         correct["difference"] = correct["match"] - correct["cosine"]
     names, table = list(correct), np.stack(list(correct.values()), axis=1)
-    kind_of = np.asarray(list(kinds))
+    kind_of, image = pairs.kind, pairs.image
     result: dict[str, Any] = {}
     for kind in [*sorted(set(kind_of.tolist())), "all"]:
         chosen = np.arange(len(kind_of)) if kind == "all" else np.flatnonzero(kind_of == kind)

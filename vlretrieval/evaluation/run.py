@@ -10,6 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from vlretrieval.data.splits import Source
 from vlretrieval.evaluation.evaluate import Evaluation, Settings, choose_weight, evaluate
+from vlretrieval.evaluation.protocols import protocol_named
 from vlretrieval.evaluation.sharing import Processes
 from vlretrieval.evaluation.subject import Subject, open_subject
 
@@ -39,6 +40,7 @@ def evaluate_checkpoint(cfg: DictConfig, processes: Processes) -> tuple[dict[str
         seed=cfg.seed,
         precision=cfg.precision,
         batch_size=cfg.batch_size,
+        protocol=protocol_named(cfg.protocol),
     )
     outcome = evaluate(subject.model, split, subject.tokenizer, subject.transform, settings, processes=processes)
     return outcome.figures, write(outcome, cfg, subject, source, processes)

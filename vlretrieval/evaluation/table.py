@@ -107,9 +107,33 @@ def print_figures(figures: dict[str, Any]) -> None:
 
     heads = ["", "", *[f"R@{k}, %" for k in ks], "median rank", "mean rank", "MRR", "rsum"]
     interval = " with 95 % intervals" if figures["protocol"]["intervals"]["replicates"] else ""
-    show(f"Recall{interval}", heads, recall_rows(figures, ks), 2)
+    folds = figures["protocol"]["name"].partition(", ")[2]
+    show(f"Recall{interval}{', ' + folds if folds else ''}", heads, recall_rows(figures, ks), 2)
     if "hard_negatives" in figures:
         heads = ["kind of fault", "pairs", "cosine, %", "cross-modal, %", "difference, points"]
         show("Hard negatives: true caption above the false one", heads, negative_rows(figures["hard_negatives"]), 1)
     for line in notes(figures):
         console.print(line, highlight=False)
+
+
+def print_differences(first: str, second: str, found: dict[str, Any], seeds: tuple[int, int]) -> None:
+    """What ``vlretrieval-compare`` says of two groups of runs."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(soft_wrap=True)
+    console.print(f"[bold]{second}[/] against [bold]{first}[/]", highlight=False)
+    for part, rows in found.items():
+        table = Table(title=STAGES.get(part, part), title_justify="left")
+        for head in ("", "first", "second"):
+            table.add_column(head, justify="left" if not head else "right", no_wrap=True)
+        table.add_column("", no_wrap=True)
+        for row in rows:
+            table.add_row(row.name, f"{row.first:.3f}", f"{row.second:.3f}", str(row))
+        console.print(table)
+    if seeds == (1, 1):
+        console.print("One seed each: the interval says nothing of what another seed would give.", highlight=False)
+    else:
+        console.print(
+            f"Means over {seeds[0]} and {seeds[1]} seeds; seeds are drawn with the pictures.", highlight=False
+        )

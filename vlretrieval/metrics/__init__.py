@@ -5,10 +5,11 @@ Reading order: scores, ranks, recall, bootstrap, graded, hubness.
 
 from vlretrieval.metrics.bootstrap import bootstrap_means, cluster_sums, interval
 from vlretrieval.metrics.ranks import Ranks, rank_both
-from vlretrieval.metrics.recall import both_directions, mean_rank, mean_reciprocal_rank, median_rank, recall_at
+from vlretrieval.metrics.recall import Fold, both_directions, mean_rank, mean_reciprocal_rank, median_rank, recall_at
 from vlretrieval.metrics.scores import NonFiniteEmbedding, unit_rows
 
 __all__ = [
+    "Fold",
     "NonFiniteEmbedding",
     "Ranks",
     "both_directions",

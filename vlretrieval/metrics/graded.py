@@ -39,7 +39,8 @@ class PositivePlaces:
 
     def per_query(self, values: npt.ArrayLike) -> Floats:
         """(Q,) sums of (P,) values."""
-        return np.bincount(self.owner, np.asarray(values, dtype=np.float64), minlength=len(self.query))
+        sums = np.bincount(self.owner, np.asarray(values, dtype=np.float64), minlength=len(self.query))
+        return sums.astype(np.float64)
 
 
 def positive_places(
@@ -69,7 +70,7 @@ def precision_at_r(places: PositivePlaces) -> Floats:
 
 
 def average_precision_at_r(places: PositivePlaces) -> Floats:
-    """(Q,) 1/R times the sum of precision(i) over positives at places i <= R (Musgrave et al., arXiv:2003.08505, eq. 1)."""
+    """(Q,) 1/R times the sum of precision(i) over positives at places i <= R (arXiv:2003.08505, eq. 1)."""
     within = places.place <= np.repeat(places.total, places.total)
     return places.per_query(within * places.number / places.place) / places.total
 

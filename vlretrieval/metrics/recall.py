@@ -7,7 +7,7 @@ share of all positives found is :func:`vlretrieval.metrics.graded.true_recall`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -57,32 +57,57 @@ def direction_figures(ranks: Ranks, ks: Sequence[int]) -> dict[str, Any]:
     return figures
 
 
+class Fold(NamedTuple):
+    """One gallery: its ranks both ways, and each caption's picture (M,), the clusters that intervals draw."""
+
+    t2i: Ranks
+    i2t: Ranks
+    caption_image: IntArray
+
+
 def both_directions(
-    t2i: Ranks,
-    i2t: Ranks,
-    caption_image: IntArray,
-    ks: Sequence[int] = (1, 5, 10),
-    *,
-    replicates: int = 1000,
-    seed: int = 0,
+    folds: Sequence[Fold], ks: Sequence[int] = (1, 5, 10), *, replicates: int = 1000, seed: int = 0
 ) -> dict[str, Any]:
-    """{"t2i": figures, "i2t": figures, "rsum": sum of all recalls}, with 95 % intervals when replicates > 0.
+    """{"t2i": figures, "i2t": figures, "rsum": sum of all recalls}, means over the folds; with 95 % intervals.
 
     Args:
-        caption_image: (M,) each caption's picture: the clusters that the intervals draw.
+        folds: usually one gallery; each of several counts alike.
         replicates: bootstrap draws; 0 leaves the intervals out (training's validation, where time counts).
     """
-    result: dict[str, Any] = {"t2i": direction_figures(t2i, ks), "i2t": direction_figures(i2t, ks)}
+    found = [{"t2i": direction_figures(f.t2i, ks), "i2t": direction_figures(f.i2t, ks)} for f in folds]
+    result: dict[str, Any] = {way: _mean([figures[way] for figures in found]) for way in ("t2i", "i2t")}
     result["rsum"] = sum(result[way][f"R@{k}"] for way in ("t2i", "i2t") for k in ks)
     if replicates:
-        clusters = max(int(caption_image.max()), int(i2t.query.max())) + 1
-        names, t2i_table = query_figures(t2i, ks)
-        _, i2t_table = query_figures(i2t, ks)
-        t2i_sums, t2i_counts = cluster_sums(t2i_table, caption_image[t2i.query], clusters)
-        i2t_sums, i2t_counts = cluster_sums(i2t_table, i2t.query, clusters)
-        means = bootstrap_means(np.hstack([t2i_sums, i2t_sums]), np.hstack([t2i_counts, i2t_counts]), replicates, seed)
+        names, _ = query_figures(folds[0].t2i, ks)
+        means = np.mean([_draw(fold, ks, replicates, seed + n) for n, fold in enumerate(folds)], axis=0)
         for way, part in (("t2i", means[:, : len(names)]), ("i2t", means[:, len(names) :])):
             result[way]["interval"] = dict(zip(names, interval(part).tolist(), strict=True))
         recalls = [column for column, name in enumerate(names * 2) if name.startswith("R@")]
         result["rsum_interval"] = interval(means[:, recalls].sum(1, keepdims=True))[0].tolist()
     return result
+
+
+def _draw(fold: Fold, ks: Sequence[int], replicates: int, seed: int) -> Floats:
+    """(replicates, 2 m) means of both directions' figures, one draw of pictures for both."""
+    clusters = max(int(fold.caption_image.max()), int(fold.i2t.query.max())) + 1
+    t2i = cluster_sums(query_figures(fold.t2i, ks)[1], fold.caption_image[fold.t2i.query], clusters)
+    i2t = cluster_sums(query_figures(fold.i2t, ks)[1], fold.i2t.query, clusters)
+    return bootstrap_means(np.hstack([t2i[0], i2t[0]]), np.hstack([t2i[1], i2t[1]]), replicates, seed)
+
+
+def _mean(figures: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Means of like figures; counts of queries are summed."""
+    if len(figures) == 1:
+        return figures[0]
+    mean: dict[str, Any] = {}
+    for name, value in figures[0].items():
+        values = [found[name] for found in figures]
+        if isinstance(value, dict):
+            mean[name] = _mean(values)
+        elif name in ("queries", "left_out"):
+            mean[name] = sum(values)
+        elif name == "gallery":
+            mean[name] = value if len(set(values)) == 1 else values
+        else:
+            mean[name] = np.mean(values, axis=0).tolist()
+    return mean

@@ -1,0 +1,58 @@
+"""The protocol of an evaluation as plain data: everything that a figure depends on."""
+
+from __future__ import annotations
+
+import platform
+from typing import Any
+
+import numpy as np
+import torch
+
+import vlretrieval
+from vlretrieval.evaluation.inputs import Inputs
+from vlretrieval.evaluation.outcome import Gallery
+
+
+def describe(inputs: Inputs, settings: Any, gallery: Gallery, logit_scale: float, world_size: int) -> dict[str, Any]:
+    """Everything a figure depends on, so that it can be made again, or refused as another protocol's."""
+    split, shortlists = inputs.split, gallery.shortlists
+    images, captions = len(split.image_ids), len(split.captions)
+    per_image = np.bincount(split.caption_image, minlength=images)
+    wider = len(split.positives) - captions
+    reranking: dict[str, Any] = {"asked_top_k": settings.top_k, "weight": settings.weight, "logit_scale": logit_scale}
+    if shortlists is None:
+        reranking["done"] = "no: top_k is 0" if settings.top_k == 0 else "no: the model has no cross-modal heads"
+    else:
+        reranking["done"] = "yes"
+        reranking["top_k"] = {"t2i": shortlists.t2i[0].shape[1], "i2t": shortlists.i2t[0].shape[1]}
+        fused = "the matching logit" if settings.weight is None else "logit_scale * cosine + weight * matching logit"
+        reranking["score"] = f"{fused}; candidates outside the shortlist keep their order below it"
+    return {
+        **settings.protocol.describe(split),
+        "split": {"name": split.name, "hash": split.hash, "images": images, "captions": captions, "notes": split.notes},
+        "captions_per_image": {
+            "least": int(per_image.min()), "mean": float(per_image.mean()), "most": int(per_image.max()),
+        },
+        "images_without_captions": int((per_image == 0).sum()),
+        "positives": "own pairs by image id" if not wider else f"every true pair: {wider} beyond the own pairs",
+        "recall": "hit rate: share of queries with at least one positive among the first k, percent",
+        "ks": list(settings.ks),
+        "k_beyond_gallery": {
+            way: [k for k in settings.ks if k > len(held)]
+            for way, held in (("t2i", gallery.split.image_ids), ("i2t", gallery.split.captions))
+        },
+        "ties": "against the model",
+        "scores": "exact dot products of float32 unit vectors",
+        "precision": settings.precision,
+        **inputs.description(),
+        "rerank": reranking,
+        "hard_negatives_per_kind": settings.negatives_per_kind,
+        "intervals": {"level": 0.95, "replicates": settings.bootstrap, "seed": settings.seed, "drawn": "images"},
+        "world_size": world_size,
+        "versions": {
+            "vlretrieval": vlretrieval.__version__,
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+            "python": platform.python_version(),
+        },
+    }  # fmt: skip
