@@ -213,7 +213,7 @@ class MultiHeadAttention(nn.Module):
                 which ``x`` may be a few rows: then only those rows are computed.
             key_mask: (B, Lk) bool, True on the keys that are there.
             mask: (Lq, Lk), (B, Lq, Lk) or (B, H or 1, Lq, Lk) bool, True = may attend.
-            rotate: applied to queries and keys, (B, H, L, D) -> same shape (rotary positions).
+            rotate: applied to queries and keys, (B, L, H or G, D) -> same shape (rotary positions).
 
         Returns:
             (B, Lq, dim). A query that may attend to nothing finds 0 in every head, and so gets W_O's bias alone, the
@@ -248,10 +248,12 @@ class MultiHeadAttention(nn.Module):
         return self._heads(query, self.q_norm, rotate), kept
 
     def _heads(self, flat: Tensor, norm: nn.Module | None = None, rotate: Rotate | None = None) -> Tensor:
-        # (B, L, H * D) -> (B, H, L, D), a view: making it contiguous costs more than the kernels gain
-        heads = flat.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        heads = flat.unflatten(-1, (-1, self.head_dim))  # (B, L, H, D)
         heads = heads if norm is None else norm(heads)
-        return heads if rotate is None else rotate(heads)
+        heads = heads if rotate is None else rotate(heads)
+        # (B, H, L, D), a view: a contiguous copy costs more than the kernels gain by it, and as the heads' output is
+        # laid out like the queries, it would have to be copied back before W_O
+        return heads.transpose(1, 2)
 
     def extra_repr(self) -> str:
         kind = "self" if self.context_dim is None else "cross"

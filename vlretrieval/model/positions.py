@@ -66,7 +66,7 @@ class Positions(nn.Module):
         return tokens + F.pad(table, (0, 0, self.prefix, 0)).to(tokens.dtype)
 
     def rotate(self, shape: tuple[int, ...], device: torch.device) -> Callable[[Tensor], Tensor] | None:
-        """The turn of queries and keys (B, H, prefix + L, D) by their places (RoFormer, arXiv:2104.09864), or None.
+        """The turn of queries and keys (B, prefix + L, H, D) by their places (RoFormer, arXiv:2104.09864), or None.
 
         On a grid one half of a head turns with the row and the other with the column.
         """
@@ -81,7 +81,7 @@ class Positions(nn.Module):
 
         def turn(heads: Tensor) -> Tensor:
             first, second = heads.chunk(2, dim=-1)  # pairs (i, i + D / 2) turn, in float32 at least by type promotion
-            c, s = cos[: heads.shape[-2]], sin[: heads.shape[-2]]
+            c, s = cos[: heads.shape[1], None], sin[: heads.shape[1], None]  # (L, 1, D / 2)
             return torch.cat([first * c - second * s, second * c + first * s], dim=-1).to(heads.dtype)
 
         return turn
