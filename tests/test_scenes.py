@@ -1,6 +1,7 @@
 """The built-in data set as a whole: what a seed fixes, what splits share, what is refused, what the pictures show."""
 
 import json
+import pickle
 
 import numpy as np
 import pytest
@@ -19,6 +20,12 @@ def test_the_same_arguments_give_the_same_split_to_the_last_pixel():
     assert one.negatives.texts == other.negatives.texts
     assert all(one.picture(k).tobytes() == other.picture(k).tobytes() for k in range(40))
     assert Scenes(seed=6, test=40).split("test").hash != one.hash
+
+
+def test_a_split_travels_to_other_processes():
+    split = Scenes(test=20).split("test")
+    there = pickle.loads(pickle.dumps(split))
+    assert there.hash == split.hash and there.picture(7).tobytes() == split.picture(7).tobytes()
 
 
 def test_a_longer_split_begins_with_the_shorter_one_and_leaves_the_others_alone():

@@ -105,7 +105,7 @@ def test_words_alone_do_not_tell_the_true_caption(test_split):
     for kind in ("swap_colour", "swap_relation", "replace_object"):
         assert wins[kind] == pytest.approx(50, abs=5), wins
     # The longer of the two is false for one of these kinds and true for the other, by their nature.
-    assert (wins["add_object"] + wins["leave_out"]) / 2 == pytest.approx(50, abs=12), wins
+    assert (wins["add_object"] + wins["leave_out"]) / 2 == pytest.approx(50, abs=10), wins
 
 
 def test_longer_is_as_often_true_as_false_among_only_captions(test_split):

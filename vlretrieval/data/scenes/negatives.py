@@ -10,8 +10,9 @@ Kinds:
 
 What text alone gives away: colours, relations and replaced nouns are drawn as evenly as the true ones, and added and
 left-out objects pass between the same lengths in both directions, as often one way as the other. Yet within
-add_object the negative is always the longer sentence, within leave_out the shorter: read these two together. And where
-scenes repeat objects (``repeat``), true captions hold a few more equal nouns and colours than the negatives do.
+add_object the negative is always the longer sentence, within leave_out the shorter: read these two together (counted
+words win a few points above chance over both; the tests bound it). And where scenes repeat objects (``repeat``), true
+captions hold a few more equal nouns and colours than the negatives do.
 
 The functions propose; whether a proposal is false is for ``truth`` to say, and those that are not are dropped.
 """
