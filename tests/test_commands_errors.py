@@ -155,3 +155,18 @@ def test_the_nearest_key_is_looked_for_in_its_own_block_first() -> None:
     assert nearest("lr", known) == ["optimizer.lr"]
     assert nearest("model.weight_decay", known) == ["optimizer.weight_decay"]
     assert nearest("zzz", known) == []
+
+
+def test_every_command_has_its_console_script_and_its_config() -> None:
+    import tomllib
+
+    from vlretrieval.commands.launch import conf_dir
+
+    root = Path(__file__).resolve().parent.parent
+    scripts = tomllib.loads((root / "pyproject.toml").read_text())["project"]["scripts"]
+    files = (root / "vlretrieval" / "commands").glob("*.py")
+    found = [path.stem for path in files if "@command(" in path.read_text() and path.stem != "launch"]
+    assert len(found) >= 4
+    for name in found:
+        assert scripts[f"vlretrieval-{name}"] == f"vlretrieval.commands.{name}:main"
+        assert (conf_dir() / f"{name}.yaml").is_file()

@@ -14,18 +14,12 @@ import pytest
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from vlretrieval.commands.check import check_config
+from vlretrieval.commands.check import check_config, missing_keys
 from vlretrieval.commands.launch import conf_dir
 
 CONF = conf_dir()
 FILES = sorted(CONF.rglob("*.yaml"))
 PRIMARY = [path.stem for path in FILES if path.parent == CONF and path.stem != "hydra_settings"]
-# What a choice needs beside itself: values that only a user can know.
-NEEDS: dict[str, list[str]] = {
-    "data=karpathy": ["data.json=karpathy.json", "data.images=images"],
-    "experiment=flickr8k_small": ["data.json=karpathy.json", "data.images=images"],
-    "tokenizer=huggingface": ["tokenizer.path=tokenizer.json"],
-}
 # Objects whose building reads files, wants a device or starts a library: composed and checked, not built.
 NOT_BUILT = {"data", "trainer", "logger", "tokenizer"}
 
@@ -52,9 +46,9 @@ def compose(command: str, overrides: tuple[str, ...]) -> DictConfig:
 
 
 def training_config(*overrides: str) -> DictConfig:
-    needed = [word for override in overrides for word in NEEDS.get(override, [])]
-    name = [] if any(o.startswith("experiment=") for o in overrides) else ["name=test"]
-    return compose("train", (*overrides, *name, *needed))
+    """conf/train.yaml with some choices, and "x" for what only a user can know (paths, names)."""
+    missing = missing_keys(OmegaConf.to_container(compose("train", overrides), resolve=False))
+    return compose("train", (*overrides, *(f"{key}={1000 if key.endswith('_size') else 'x'}" for key in missing)))
 
 
 GROUP_FILES = [path for path in FILES if path.parent != CONF and path.stem != "base"] + [

@@ -216,6 +216,7 @@ class ClipTokenizer:
 
     Args:
         context_length: longest row, start and end included; 77 in CLIP.
+        vocab_size: repeated in a config, where the model reads it; no other number is taken.
     """
 
     kind = "clip"
@@ -223,8 +224,10 @@ class ClipTokenizer:
     pad_id, start_id, end_id = 0, 49406, 49407
     fitted = True
 
-    def __init__(self, context_length: int = 77) -> None:
+    def __init__(self, context_length: int = 77, vocab_size: int = 49408) -> None:
         _check_context(context_length)
+        if vocab_size != self.vocab_size:
+            raise ValueError(f"vocab_size={vocab_size}: CLIP's vocabulary has {self.vocab_size} ids; leave it out")
         self.context_length = context_length
 
     @cached_property
@@ -266,12 +269,13 @@ class HuggingFaceTokenizer:
     Args:
         path: ``tokenizer.json`` or a folder with one.
         context_length: longest row, start and end included.
+        vocab_size: repeated in a config, where the model reads it; must be what the file holds. None: not checked.
     """
 
     kind = "huggingface"
     fitted = True
 
-    def __init__(self, path: str, context_length: int = 64) -> None:
+    def __init__(self, path: str, context_length: int = 64, vocab_size: int | None = None) -> None:
         file = os.path.join(path, "tokenizer.json") if os.path.isdir(path) else path
         try:
             with open(file, encoding="utf-8") as opened:
@@ -281,6 +285,8 @@ class HuggingFaceTokenizer:
         except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
             raise ValueError(f"{file}: not a tokenizer.json ({error})") from None
         self._set_up(data, context_length, file)
+        if vocab_size not in (None, self.vocab_size):
+            raise ValueError(f"vocab_size={vocab_size}, but {file} holds {self.vocab_size} ids; set it to that")
 
     def _set_up(self, data: dict[str, Any], context_length: int, called: str) -> None:
         _check_context(context_length)
