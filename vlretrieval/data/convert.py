@@ -259,7 +259,9 @@ def _to_hugging_face(
     columns: dict[str, dict[str, list[Any]]] = {}
     extras = [name for name in ("language", "regions", "negatives") if any(name in extras_as_json(r) for r in records)]
     for record in progress(records, len(records)):
-        rows = columns.setdefault(record.split, {n: [] for n in ("image", "file_name", "captions", "image_id", *extras)})
+        rows = columns.setdefault(
+            record.split, {n: [] for n in ("image", "file_name", "captions", "image_id", *extras)}
+        )
         rows["image"].append({"bytes": read(record), "path": record.image})
         rows["file_name"].append(record.image)  # the library keeps a path's last part only
         rows["captions"].append(list(record.captions))

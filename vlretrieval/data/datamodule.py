@@ -12,6 +12,7 @@ from vlretrieval.data.datasets import CaptionsPerImage, TrainPairs
 from vlretrieval.data.loader import TrainLoader
 from vlretrieval.data.ordering import EpochOrder
 from vlretrieval.data.pictures import Augment, FilePictures, MemoryPictures, decode_all
+from vlretrieval.data.sides import names_a_side
 from vlretrieval.data.splits import Source, Split, plain
 from vlretrieval.data.tokenizers import Tokenizer
 from vlretrieval.data.transforms import EvalTransform, ResizeMode
@@ -36,7 +37,10 @@ class RetrievalData(LightningDataModule):
         cache_in_memory: decode the train pictures once into memory, where they fit ``cache_limit_bytes``.
         cache_limit_bytes: the most that cache may take.
         resize: "squash", "crop" or "pad"; see ``EvalTransform``.
-        augment: from stored pixels (3, C, C) and a key to (3, image_size, image_size); None: as they are.
+        augment: a ``TrainTransform``; None: pictures as they are, only resized.
+        stored_size: side of the pictures kept in memory for ``augment`` to cut from; None: an eighth more than
+            image_size with ``augment``, else image_size.
+        keep_sides: a picture is never mirrored for a caption that says left or right; False mirrors it and warns.
         on_bad_image: "error" stops at the first picture that cannot be read. "skip" looks at every picture before
             training, leaves the bad ones out, lists them in ``bad_samples_file``, and stops above ``max_bad_share``.
             Nothing stands in for a picture that was left out, and evaluation always stops.
@@ -63,6 +67,8 @@ class RetrievalData(LightningDataModule):
         cache_limit_bytes: int = 2 * 1024**3,
         resize: ResizeMode = "squash",
         augment: Augment | None = None,
+        stored_size: int | None = None,
+        keep_sides: bool = True,
         on_bad_image: str = "error",
         max_bad_share: float = 0.01,
         bad_samples_file: str = "bad_samples.jsonl",
@@ -78,7 +84,13 @@ class RetrievalData(LightningDataModule):
         self.num_workers, self.pin_memory, self.worker_timeout_s = num_workers, pin_memory, worker_timeout_s
         self.cache_in_memory, self.cache_limit_bytes = cache_in_memory, cache_limit_bytes
         self.transform = EvalTransform(image_size, resize)
-        self.augment = augment
+        self.augment, self.keep_sides = augment, keep_sides
+        self.stored_size = stored_size or (image_size if augment is None else image_size + image_size // 8)
+        if self.stored_size != image_size and augment is None:
+            raise ValueError(f"stored_size={stored_size} has no effect without augment; leave it out")
+        if getattr(augment, "image_size", image_size) != image_size:
+            made = getattr(augment, "image_size", None)
+            raise ValueError(f"augment makes pictures of {made}, but image_size={image_size}")
         self.on_bad_image, self.max_bad_share, self.bad_samples_file = on_bad_image, max_bad_share, bad_samples_file
         self.pairs: TrainPairs | None = None
 
@@ -105,14 +117,31 @@ class RetrievalData(LightningDataModule):
             captions_per_image=self.captions_per_image,
             negatives_per_caption=self.negatives_per_caption,
             usable=usable,
+            keep_sides=self.keep_sides,
             seed=self.seed,
         )
+        self._tell_about_flips(split)
+
+    def _tell_about_flips(self, split: Split) -> None:
+        if not getattr(self.augment, "flip", 0):
+            return
+        sided = int(names_a_side(split.captions).sum())
+        if sided and not self.keep_sides:
+            log.warning(
+                "train: %d captions (%.2f %%) say left or right, and flip=%g makes them false; set keep_sides=true",
+                sided,
+                100 * sided / len(split.captions),
+                self.augment.flip,  # type: ignore[union-attr]
+            )
+        elif sided:
+            log.info("train: pictures are not mirrored for the %d captions that say left or right", sided)
 
     def _pictures(self, split: Split) -> tuple[MemoryPictures | FilePictures, np.ndarray | None]:
         bad = BadSamples(split, self.max_bad_share, self.bad_samples_file) if self.on_bad_image == "skip" else None
-        needed = len(split.image_ids) * 3 * self.transform.image_size**2
+        needed = len(split.image_ids) * 3 * self.stored_size**2
         if self.cache_in_memory and needed <= self.cache_limit_bytes:
-            pixels = decode_all(split, self.transform, self.transform.image_size, bad.add if bad else None)
+            transform = EvalTransform(self.stored_size, self.transform.mode)
+            pixels = decode_all(split, transform, self.stored_size, bad.add if bad else None)
             return MemoryPictures(pixels, self.augment), bad.usable() if bad else None
         if self.cache_in_memory:
             log.warning(

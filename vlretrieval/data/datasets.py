@@ -11,6 +11,7 @@ from torch import Tensor
 
 from vlretrieval.data.ordering import keyed_draw
 from vlretrieval.data.packed import PackedTokens
+from vlretrieval.data.sides import names_a_side
 from vlretrieval.data.splits import Split
 from vlretrieval.data.tokenizers import Tokenizer
 
@@ -67,12 +68,13 @@ class TrainPairs:
     Args:
         split: what to train on.
         tokenizer: fitted.
-        pictures: gives the pixels (B, 3, S, S) uint8 of images, from their indices (B,) and one random key each
-            (B,) uint64, which is all that their augmentation may depend on.
+        pictures: gives the pixels (B, 3, S, S) uint8 of images, from their indices (B,), one random key each (B,)
+            uint64, which is all that their augmentation may depend on, and whether each may be mirrored (B,) bool.
         captions_per_image: "one": a sample is an image with one of its captions, drawn anew each epoch; "first": always
             with its first; "all": a sample is a caption, so an image is seen as often as it has captions.
         negatives_per_caption: hard negatives of the data drawn for each caption of a step.
         usable: (N,) bool, images that may be used; None: all.
+        keep_sides: a picture is never mirrored for a caption that says left or right.
         seed: of every draw.
         multiple: captions are padded to the longest of the batch, rounded up to it.
     """
@@ -81,11 +83,12 @@ class TrainPairs:
         self,
         split: Split,
         tokenizer: Tokenizer,
-        pictures: Callable[[np.ndarray, np.ndarray], Tensor],
+        pictures: Callable[[np.ndarray, np.ndarray, np.ndarray], Tensor],
         *,
         captions_per_image: CaptionsPerImage = "one",
         negatives_per_caption: int = 0,
         usable: np.ndarray | None = None,
+        keep_sides: bool = True,
         seed: int = 0,
         multiple: int = 4,
     ) -> None:
@@ -102,6 +105,7 @@ class TrainPairs:
         self.tokens = tokenise(split, tokenizer)
         self.caption_image, self.caption_ids = split.caption_image, split.caption_groups
         self._starts = split.captions_of_image
+        self._sided = names_a_side(split.captions) if keep_sides else np.zeros(len(split.captions), dtype=bool)
         counts = np.diff(self._starts)
         wanted = counts > 0 if usable is None else (counts > 0) & usable
         images = np.flatnonzero(wanted)
@@ -133,7 +137,7 @@ class TrainPairs:
         images = self.caption_image[captions]
         token_ids, token_mask = self.tokens.gather(captions, self.multiple, self.context_length)
         batch = Batch(
-            pixels=self.pictures(images, keyed_draw(self.seed, step.epoch, _AUGMENT, captions)),
+            pixels=self.pictures(images, keyed_draw(self.seed, step.epoch, _AUGMENT, captions), ~self._sided[captions]),
             token_ids=torch.from_numpy(token_ids),
             token_mask=torch.from_numpy(token_mask),
             image_ids=torch.from_numpy(images),

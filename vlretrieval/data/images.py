@@ -10,6 +10,7 @@ for ever.
 import io
 import os
 import stat
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import BinaryIO
@@ -48,7 +49,7 @@ def open_image(
     *,
     background: tuple[int, int, int] = WHITE,
     max_pixels: int = MAX_PIXELS,
-    at_least: int | None = None,
+    at_least: int | Callable[[int, int], int] | None = None,
     name: str | None = None,
 ) -> Image.Image:
     """The picture as 8-bit RGB, upright.
@@ -57,8 +58,8 @@ def open_image(
         source: a path, the file's bytes, or an open binary file.
         background: the colour under transparent parts.
         max_pixels: width x height allowed; more is refused by the header alone, before anything is decoded.
-        at_least: no side of the result need be longer than this: a JPEG may then be decoded at 1/2, 1/4 or 1/8
-            scale, which is several times cheaper. None: full size.
+        at_least: the shorter side need not be longer than this (or than what a function of the upright width and height
+            says): a JPEG may then be decoded at 1/2, 1/4 or 1/8 scale, which is cheaper. None: full size.
         name: what to call the picture in errors; the path by default.
 
     Raises:
@@ -88,12 +89,18 @@ def open_image(
 
 
 def _decode(
-    image: Image.Image, background: tuple[int, int, int], max_pixels: int, at_least: int | None, called: str
+    image: Image.Image,
+    background: tuple[int, int, int],
+    max_pixels: int,
+    at_least: int | Callable[[int, int], int] | None,
+    called: str,
 ) -> Image.Image:
     width, height = image.size
     if width * height > max_pixels:
         raise BadImage(called, f"{width} x {height} pixels are more than max_pixels={max_pixels} allows")
     if at_least is not None and image.format in ("JPEG", "MPO"):
+        if callable(at_least):
+            at_least = at_least(height, width) if _orientation(image) >= 5 else at_least(width, height)
         image.draft(None, _draft_size(width, height, at_least))
     image.load()
     return to_rgb(_upright(image), background)
@@ -107,12 +114,17 @@ def _draft_size(width: int, height: int, at_least: int) -> tuple[int, int]:
     return max(1, width * at_least // shorter), max(1, height * at_least // shorter)
 
 
-def _upright(image: Image.Image) -> Image.Image:
+def _orientation(image: Image.Image) -> int:
+    """1 to 8; 5 and more swap width and height."""
     try:
         orientation = image.getexif().get(0x0112, 1)
     except Exception:  # EXIF too broken to read says nothing about the orientation; the pixels are good
-        return image
-    return ImageOps.exif_transpose(image) if orientation in range(2, 9) else image
+        return 1
+    return orientation if orientation in range(1, 9) else 1
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    return ImageOps.exif_transpose(image) if _orientation(image) > 1 else image
 
 
 def to_rgb(image: Image.Image, background: tuple[int, int, int] = WHITE) -> Image.Image:

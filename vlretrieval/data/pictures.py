@@ -4,6 +4,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -12,30 +13,36 @@ from torch import Tensor
 
 from vlretrieval.data.images import BadImage
 from vlretrieval.data.splits import Split
+from vlretrieval.data.transforms import to_tensor
 
 log = logging.getLogger(__name__)
 
-Augment = Callable[[Tensor, int], Tensor]
+
+class Augment(Protocol):
+    """Stored or decoded pixels (3, H, W) uint8 to what the model gets, (3, S, S) uint8; all chance is in the key."""
+
+    def __call__(self, pixels: Tensor, key: int, may_flip: bool = True) -> Tensor: ...
 
 
 class MemoryPictures:
-    """All pictures as one uint8 tensor (N, 3, C, C); a batch is a gather.
+    """All pictures as one uint8 array (N, 3, C, C); a batch is a gather.
 
     Args:
-        pixels: (N, 3, C, C) uint8.
-        augment: (3, C, C) uint8 and a random key -> (3, S, S) uint8; None: as stored.
+        pixels: (N, 3, C, C) uint8, in memory or memory-mapped.
+        augment: None: as stored.
     """
 
-    def __init__(self, pixels: Tensor, augment: Augment | None = None) -> None:
+    def __init__(self, pixels: np.ndarray, augment: Augment | None = None) -> None:
         self.pixels = pixels
         self.augment = augment
 
-    def __call__(self, images: np.ndarray, keys: np.ndarray) -> Tensor:
+    def __call__(self, images: np.ndarray, keys: np.ndarray, may_flip: np.ndarray) -> Tensor:
         # NumPy's gather copies a picture at a time, and is ten times faster than torch's on bytes.
-        pixels = torch.from_numpy(self.pixels.numpy()[images])
+        pixels = torch.from_numpy(np.ascontiguousarray(self.pixels[images]))
         if self.augment is None:
             return pixels
-        return torch.stack([self.augment(picture, int(key)) for picture, key in zip(pixels, keys, strict=True)])
+        rows = zip(pixels, keys.tolist(), may_flip.tolist(), strict=True)
+        return torch.stack([self.augment(picture, key, flip) for picture, key, flip in rows])
 
 
 class FilePictures:
@@ -43,27 +50,26 @@ class FilePictures:
 
     Args:
         split: opens them.
-        transform: RGB picture -> (3, C, C) uint8.
-        augment: as for ``MemoryPictures``.
-        at_least: side below which decoding may not reduce a picture; None: decode in full.
+        transform: RGB picture -> (3, S, S) uint8, when nothing is random.
+        augment: takes the picture as it was decoded, and no more pixels of it than its crop needs; None: ``transform``.
     """
 
     def __init__(
-        self,
-        split: Split,
-        transform: Callable[[Image.Image], Tensor],
-        augment: Augment | None = None,
-        at_least: int | None = None,
+        self, split: Split, transform: Callable[[Image.Image], Tensor], augment: Augment | None = None
     ) -> None:
-        self.split, self.transform, self.augment, self.at_least = split, transform, augment, at_least
+        self.split, self.transform, self.augment = split, transform, augment
 
-    def __call__(self, images: np.ndarray, keys: np.ndarray) -> Tensor:
-        return torch.stack([self.one(int(image), int(key)) for image, key in zip(images, keys, strict=True)])
+    def __call__(self, images: np.ndarray, keys: np.ndarray, may_flip: np.ndarray) -> Tensor:
+        rows = zip(images.tolist(), keys.tolist(), may_flip.tolist(), strict=True)
+        return torch.stack([self.one(image, key, flip) for image, key, flip in rows])
 
-    def one(self, image: int, key: int) -> Tensor:
+    def one(self, image: int, key: int, may_flip: bool = True) -> Tensor:
         """(3, S, S) uint8 of picture ``image``."""
-        pixels = self.transform(self.split.picture(image, self.at_least))
-        return pixels if self.augment is None else self.augment(pixels, key)
+        if self.augment is None:
+            return self.transform(self.split.picture(image))
+        needed = getattr(self.augment, "shorter_side_needed", None)
+        at_least = None if needed is None else lambda width, height: needed(width, height, key)
+        return self.augment(to_tensor(self.split.picture(image, at_least)), key, may_flip)
 
 
 def decode_all(
@@ -71,8 +77,8 @@ def decode_all(
     transform: Callable[[Image.Image], Tensor],
     size: int,
     on_bad: Callable[[int, BadImage], None] | None = None,
-    at_least: int | None = None,
-) -> Tensor:
+    out: np.ndarray | None = None,
+) -> np.ndarray:
     """(N, 3, size, size) uint8: every picture of ``split``, in order.
 
     Args:
@@ -80,13 +86,13 @@ def decode_all(
         transform: RGB picture -> (3, size, size) uint8.
         size: side of the result.
         on_bad: called with the index and the fault of a picture that cannot be read, whose rows stay zero; None: raise.
-        at_least: see ``Split.picture``.
+        out: where to write; None: new memory.
     """
-    pixels = torch.zeros(len(split.image_ids), 3, size, size, dtype=torch.uint8)
+    pixels = np.zeros((len(split.image_ids), 3, size, size), dtype=np.uint8) if out is None else out
 
     def fill(index: int) -> None:
         try:
-            pixels[index] = transform(split.picture(index, at_least))
+            pixels[index] = transform(split.picture(index)).numpy()
         except BadImage as bad:
             if on_bad is None:
                 raise

@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Protocol
@@ -180,7 +180,7 @@ class Records:
             raise ValueError(f"image {record.image_id!r} has an empty caption; mend it, or set empty_captions=drop")
         return self.empty_captions == "drop"
 
-    def open(self, image: str, at_least: int | None = None) -> Image:
+    def open(self, image: str, at_least: int | Callable[[int, int], int] | None = None) -> Image:
         """The picture of a record's ``image``."""
         return open_image(
             self.reader.open(image),
@@ -196,7 +196,7 @@ class _Opener:
     def __init__(self, source: Records, references: PackedStrings) -> None:
         self.source, self.references = source, references
 
-    def __call__(self, index: int, at_least: int | None = None) -> Image:
+    def __call__(self, index: int, at_least: int | Callable[[int, int], int] | None = None) -> Image:
         return self.source.open(self.references[index], at_least)
 
 

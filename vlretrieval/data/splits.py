@@ -98,7 +98,7 @@ class Split:
         caption_image: np.ndarray | Sequence[int],
         picture: Callable[[int], Image],
         *,
-        reduced: Callable[[int, int], Image] | None = None,
+        reduced: Callable[[int, int | Callable[[int, int], int]], Image] | None = None,
         positives: np.ndarray | None = None,
         negatives: HardNegatives | None = None,
         regions: Callable[[int], tuple[Region, ...]] | None = None,
@@ -139,13 +139,13 @@ class Split:
     def __repr__(self) -> str:
         return f"Split({self.name!r}, {len(self.image_ids)} images, {len(self.captions)} captions)"
 
-    def picture(self, index: int, at_least: int | None = None) -> Image:
+    def picture(self, index: int, at_least: int | Callable[[int, int], int] | None = None) -> Image:
         """Picture ``index``: RGB, upright.
 
         Args:
             index: 0..N-1.
-            at_least: a picture with no side shorter than this will do; a JPEG is then decoded at a reduced scale
-                where that is cheaper. None: the full picture.
+            at_least: a picture with no side shorter than this (or than what a function of its width and height says)
+                will do; a JPEG is then decoded at a reduced scale where that is cheaper. None: the full picture.
         """
         if at_least is None or self._reduced is None:
             return self._picture(index)
