@@ -88,6 +88,14 @@ def open_image(
         raise BadImage(called, f"broken: {_one_line(error)}") from error
 
 
+def open_raw(source: str | Path | bytes) -> Image.Image:
+    """The picture as it is stored, its header read and nothing decoded; for looking at, not for a model."""
+    if isinstance(source, bytes):
+        return Image.open(io.BytesIO(source), formats=_formats())
+    _check_file(str(source), str(source))
+    return Image.open(source, formats=_formats())
+
+
 def _decode(
     image: Image.Image,
     background: tuple[int, int, int],

@@ -1,0 +1,5 @@
+"""The data doctor: one pass over a set: what is broken, doubled, leaked or too long; and a list of what to leave out."""
+
+from vlretrieval.data.doctor.examine import Finding, Report, examine
+
+__all__ = ["Finding", "Report", "examine"]
