@@ -31,7 +31,7 @@ def test_exported_embeddings_and_matches_equal_the_checkpoints_bit_by_bit(
         pixels = torch.stack([eval_transform(32)(open_image(file)) for file in files])
         image = trained.encode_image(pixels)
         text = trained.encode_text(*pad(tokenizer(CAPTIONS), tokenizer.pad_id, limit=tokenizer.context_length))
-        one_each = trained.match(image.index(slice(0, 3)), text)
+        one_each = trained.match(image.index(torch.arange(3)), text)
     assert torch.equal(exported.encode_images(files), image.embedding)
     assert torch.equal(exported.encode_texts(CAPTIONS), text.embedding)
     torch.testing.assert_close(exported.match(files[:3], CAPTIONS).diagonal(), one_each)
@@ -78,11 +78,21 @@ def test_the_folder_holds_what_it_promises(tiny_export: Path) -> None:
 def test_the_card_carries_the_runs_measured_figures_and_says_when_there_are_none(tmp_path: Path) -> None:
     checkpoint = save_tiny_checkpoint(tmp_path / "runs" / "a" / "checkpoints" / "best.ckpt")
     assert "Not evaluated" in (export(checkpoint, tmp_path / "first") / "README.md").read_text()
-    metrics = {"first_stage": {"t2i": {"R@1": 61.25}}, "protocol": {"gallery": 1000}}
-    (tmp_path / "runs" / "a" / "metrics.json").write_text(json.dumps(metrics))
+    path = tmp_path / "runs" / "a" / "evaluation" / "test" / "metrics.json"
+    path.parent.mkdir(parents=True)
+    ways = {way: {"R@1": 61.25, "R@5": 80.0} for way in ("t2i", "i2t")}
+    split = {"name": "test", "images": 1000, "captions": 5000, "hash": "abc"}
+    protocol = {"ks": [1, 5], "split": split, "ties": "against the model", "positives": "own pairs"}
+    negatives = {"swap_colour": {"pairs": 1200, "cosine": {"accuracy": 55.0}, "match": {"accuracy": 91.5}}}
+    path.write_text(json.dumps({"protocol": protocol, "first_stage": ways, "hard_negatives": negatives}))
     card = (export(checkpoint, tmp_path / "second") / "README.md").read_text()
-    assert "| first_stage.t2i.R@1 | 61.25 |" in card and "| protocol.gallery | 1,000 |" in card
+    assert "| first stage | t2i | 61.2 | 80.0 |" in card and "| swap_colour | 1,200 | 55.0 | 91.5 |" in card
+    assert "Split test: 1,000 pictures, 5,000 captions, hash abc; ties count against the model" in card
     assert "model.match(" in card
+    path.write_text("{}")
+    with pytest.raises(ValueError, match="not what vlretrieval-evaluate writes"):
+        export(checkpoint, tmp_path / "third")
+    assert not (tmp_path / "third").exists()
 
 
 def test_a_dual_encoder_exports_and_says_that_it_cannot_match(

@@ -133,20 +133,21 @@ def config_flags(argv: list[str]) -> list[str]:
 
 
 @contextmanager
-def errors_as_one_line(program: str, show_traceback: bool = False) -> Iterator[None]:
+def errors_as_one_line(config_name: str, show_traceback: bool = False) -> Iterator[None]:
     """Turn what the user can put right into one line on stderr and exit status 2."""
+    program = f"vlretrieval-{config_name.replace('_', ' ')}"
     try:
         yield
     except KeyboardInterrupt:
-        print(f"vlretrieval-{program}: stopped from the keyboard", file=sys.stderr)
+        print(f"{program}: stopped from the keyboard", file=sys.stderr)
         raise SystemExit(130) from None
     except Exception as error:
-        message = None if show_traceback else one_line(error, conf_dir(), program, sys.argv[1:])
+        message = None if show_traceback else one_line(error, conf_dir(), config_name, sys.argv[1:])
         if message is None:
             raise
         rank = process_rank()
         where = f" [rank {rank}]" if rank else ""
-        print(f"vlretrieval-{program}{where}: error: {message}", file=sys.stderr)
+        print(f"{program}{where}: error: {message}", file=sys.stderr)
         raise SystemExit(USER_ERROR) from None
 
 

@@ -60,32 +60,58 @@ def model_card(checkpoint: Checkpoint, weights: dict[str, Tensor], run: Path) ->
 
 
 def trained_on(config: dict[str, Any]) -> str:
+    """The class of the data source, and of its reader where there is one. No paths: they are the trainer's own."""
     source = config.get("data", {}).get("source", {})
-    name = str(source.get("_target_", "unknown")).rpartition(".")[2]
-    return name
+    names = [
+        str(part["_target_"]).rpartition(".")[2] for part in (source, source.get("reader", {})) if "_target_" in part
+    ]
+    return ", ".join(names) or "unknown"
 
 
 def measured(run: Path) -> str:
-    """The table of the run's metrics.json; says so when there is none."""
-    found = next((p for p in (run / "metrics.json", run / "evaluation" / "metrics.json") if p.is_file()), None)
-    if found is None:
-        return "Not evaluated: there was no metrics.json in the run folder at the time of export."
+    """Tables of what ``vlretrieval-evaluate`` wrote below the run folder; says so when there is nothing."""
+    found = sorted((run / "evaluation").glob("*/metrics.json"), key=lambda path: (path.parent.name != "test", path))
+    if not found:
+        return "Not evaluated: the run folder held no evaluation/*/metrics.json at the time of export."
+    return "\n\n".join(tables(path) for path in found)
+
+
+def tables(path: Path) -> str:
+    """One evaluation: recalls, hard negatives, and under which protocol they were measured."""
     try:
-        metrics = json.loads(found.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{found} cannot be read: {error}") from None
-    rows = [f"| {name} | {value} |" for name, value in flat(metrics)]
-    return "\n".join([f"From `{found.name}` of the run.", "", "| | |", "|---|---|", *rows])
+        figures = json.loads(path.read_text(encoding="utf-8"))
+        protocol, split = figures["protocol"], figures["protocol"]["split"]
+        recalls = [
+            row([stage.replace("_", " "), way, *(f"{figures[stage][way][f'R@{k}']:.1f}" for k in protocol["ks"])])
+            for stage in ("first_stage", "reranked")
+            if stage in figures
+            for way in ("t2i", "i2t")
+        ]
+        negatives = [
+            row([kind, f"{found['pairs']:,}", accuracy(found, "cosine"), accuracy(found, "match")])
+            for kind, found in figures.get("hard_negatives", {}).items()
+        ]
+        says = (
+            f"Split {split['name']}: {split['images']:,} pictures, {split['captions']:,} captions, hash "
+            f"{split['hash']}; ties count {protocol['ties']}; positives: {protocol['positives']}."
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not what vlretrieval-evaluate writes: {error!r}; evaluate again") from None
+    head = ["stage", "direction", *(f"R@{k}, %" for k in protocol["ks"])]
+    lines = [says, "", *table(head, recalls)]
+    if negatives:
+        lines += ["", "Hard negatives: true caption above the false one.", ""]
+        lines += table(["kind", "pairs", "cosine, %", "cross-modal heads, %"], negatives)
+    return "\n".join(lines)
 
 
-def flat(node: Any, prefix: str = "") -> list[tuple[str, str]]:
-    """Numbers and short texts of nested dicts as (dotted name, text)."""
-    if isinstance(node, dict):
-        return [row for key, value in node.items() for row in flat(value, f"{prefix}{key}.")]
-    if isinstance(node, bool) or node is None:
-        return [(prefix[:-1], str(node).lower())]
-    if isinstance(node, int | float):
-        return [(prefix[:-1], f"{node:.4g}" if isinstance(node, float) else f"{node:,}")]
-    if isinstance(node, str) and len(node) < 120:
-        return [(prefix[:-1], node)]
-    return []
+def accuracy(found: dict[str, Any], score: str) -> str:
+    return f"{found[score]['accuracy']:.1f}" if score in found else ""
+
+
+def row(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def table(head: list[str], rows: list[str]) -> list[str]:
+    return [row(head), row(["---"] * len(head)), *rows]
