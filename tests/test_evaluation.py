@@ -48,6 +48,11 @@ def all_pairs_one_by_one(model, inputs):
     return logits
 
 
+@pytest.fixture(scope="module")
+def all_logits(encoded):
+    return all_pairs_one_by_one(encoded[0], encoded[1])
+
+
 def test_embeddings_and_tokens_come_back_in_the_order_of_the_split(encoded):
     model, inputs, images, texts = encoded
     with torch.inference_mode():
@@ -68,10 +73,9 @@ def test_texts_of_different_length_are_padded_with_masked_zeros(encoded):
     assert (rows.tokens[0][~rows.mask[0]] == 0).all()
 
 
-def test_re_ranking_everything_equals_scoring_every_pair(encoded):
+def test_re_ranking_everything_equals_scoring_every_pair(encoded, all_logits):
     model, inputs, images, texts = encoded
-    split = inputs.split
-    logits = all_pairs_one_by_one(model, inputs)
+    split, logits = inputs.split, all_logits
     with evaluating(model) as device:
         lists = match_shortlists(model, Gallery(images, texts, split), 10_000, device)
     first = rank_both(texts.embedding, images.embedding, split.positives)
@@ -95,10 +99,9 @@ def test_top_k_zero_equals_stage_one(split, tokenizer):
 
 @pytest.mark.parametrize("weight", [None, 0.0, 0.7])
 @pytest.mark.parametrize("top_k", [1, 3, 8, 40])
-def test_re_ranking_moves_the_shortlist_and_nothing_else(encoded, top_k, weight):
+def test_re_ranking_moves_the_shortlist_and_nothing_else(encoded, all_logits, top_k, weight):
     model, inputs, images, texts = encoded
-    split = inputs.split
-    logits = all_pairs_one_by_one(model, inputs)
+    split, logits = inputs.split, all_logits
     cosine = texts.embedding.astype(np.float64) @ images.embedding.astype(np.float64).T
     with evaluating(model) as device:
         lists = match_shortlists(model, Gallery(images, texts, split), top_k, device)

@@ -19,7 +19,7 @@ def test_a_checkpoint_is_evaluated_on_the_test_split_beside_its_run(run_command,
     assert figures["protocol"]["split"]["images"] == 6
     assert figures["protocol"]["preprocessing"] == "EvalTransform(32, 'squash')"
     assert figures["protocol"]["rerank"]["top_k"] == {"t2i": 3, "i2t": 3}
-    assert figures["subject"]["path"] == str(checkpoint)
+    assert figures["subject"]["checkpoint"] == str(checkpoint)
     assert {"first_stage", "reranked", "hard_negatives"} <= set(figures)
 
 

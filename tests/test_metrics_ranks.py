@@ -146,10 +146,17 @@ def test_a_non_finite_embedding_is_an_error_that_names_its_first_row(value, whic
         rank_both(arrays["text"], arrays["image"], [(0, 0)])
 
 
-def test_large_but_finite_embeddings_are_ranked():
-    image = (np.eye(4) * 1e30).astype(np.float32)
-    t2i, _ = rank_both(np.eye(4, dtype=np.float32), image, [(i, i) for i in range(4)])
-    assert t2i.rank().tolist() == [1, 1, 1, 1]
+@pytest.mark.parametrize("size", [1e30, 1e-24])
+def test_very_large_and_very_small_embeddings_are_ranked(size):
+    rng = np.random.default_rng(0)
+    text, image = rng.standard_normal((30, 6)), rng.standard_normal((20, 6))
+    pairs = [(c, c % 20) for c in range(30)]
+    plain, _ = rank_both(text.astype(np.float32), image.astype(np.float32), pairs)
+    small = 1 if size > 1 else size
+    scaled, _ = rank_both((small * text).astype(np.float32), (size * image).astype(np.float32), pairs)
+    assert scaled.rank().tolist() == plain.rank().tolist()
+    with pytest.raises(ValueError, match="overflow float32"):
+        rank_both((1e20 * text).astype(np.float32), (1e20 * image).astype(np.float32), pairs)
 
 
 def test_images_without_captions_are_left_out_and_counted():

@@ -28,6 +28,10 @@ class FakeKept:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    @property
+    def nbytes(self) -> int:
+        return self.tokens.nbytes
+
 
 class FakeModel(nn.Module):
     """Embeddings from a fixed random map of the mean pixel or token, a matching logit from the tokens themselves."""

@@ -9,17 +9,17 @@ import numpy as np
 import torch
 
 import vlretrieval
-from vlretrieval.evaluation.inputs import Inputs
+from vlretrieval.data.splits import Split
 from vlretrieval.evaluation.outcome import Gallery
 
 
-def describe(inputs: Inputs, settings: Any, gallery: Gallery, logit_scale: float, world_size: int) -> dict[str, Any]:
+def describe(split: Split, settings: Any, gallery: Gallery, world_size: int) -> dict[str, Any]:
     """Everything a figure depends on, so that it can be made again, or refused as another protocol's."""
-    split, shortlists = inputs.split, gallery.shortlists
+    shortlists = gallery.shortlists
     images, captions = len(split.image_ids), len(split.captions)
     per_image = np.bincount(split.caption_image, minlength=images)
     wider = len(split.positives) - captions
-    reranking: dict[str, Any] = {"asked_top_k": settings.top_k, "weight": settings.weight, "logit_scale": logit_scale}
+    reranking: dict[str, Any] = {"asked_top_k": settings.top_k, "weight": settings.weight}
     if shortlists is None:
         reranking["done"] = "no: top_k is 0" if settings.top_k == 0 else "no: the model has no cross-modal heads"
     else:
@@ -44,7 +44,6 @@ def describe(inputs: Inputs, settings: Any, gallery: Gallery, logit_scale: float
         "ties": "against the model",
         "scores": "exact dot products of float32 unit vectors",
         "precision": settings.precision,
-        **inputs.description(),
         "rerank": reranking,
         "hard_negatives_per_kind": settings.negatives_per_kind,
         "intervals": {"level": 0.95, "replicates": settings.bootstrap, "seed": settings.seed, "drawn": "images"},

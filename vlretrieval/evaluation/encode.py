@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from vlretrieval.data.packed import PackedTokens
 from vlretrieval.evaluation.inputs import Inputs, by_length, in_order
+from vlretrieval.evaluation.keep import room_for
 from vlretrieval.evaluation.sharing import Processes
-from vlretrieval.metrics.scores import IntArray, row_norms
+from vlretrieval.metrics.scores import Embeddings, IntArray, row_norms
 from vlretrieval.model.crossmodal import Encoded
 
 Float32 = npt.NDArray[np.float32]
@@ -25,7 +26,7 @@ Float32 = npt.NDArray[np.float32]
 class Texts:
     """Texts encoded: embeddings (M, E), and their tokens end to end without padding, or None where not kept."""
 
-    embedding: Float32
+    embedding: Embeddings
     tokens: Tensor | None = None  # (sum of lengths, dim)
     begin: IntArray | None = None  # (M,) where each text's tokens begin
     length: IntArray | None = None  # (M,) and how many they are
@@ -52,7 +53,7 @@ class Texts:
 class Images:
     """Pictures encoded: embeddings (N, E), and their tokens (N, P, dim) or None where not kept."""
 
-    embedding: Float32
+    embedding: Embeddings
     tokens: Tensor | None = None
     mask: Tensor | None = None
 
@@ -68,6 +69,13 @@ class Images:
         at = torch.from_numpy(rows)
         mask = None if self.mask is None else self.mask[at]
         return Encoded(torch.from_numpy(self.embedding[rows]), self.tokens[at], mask)
+
+
+Tell = Callable[[str, int, int], None]  # what is done, how many of it just now, and in all
+
+
+def silent(what: str, done: int, total: int) -> None:
+    """Tell nobody."""
 
 
 @contextmanager
@@ -104,25 +112,30 @@ def encode_images(
     batch_size: int = 64,
     tokens: bool = False,
     processes: Processes = Processes(),  # noqa: B008  (frozen)
-    tell: Callable[[int], None] = lambda done: None,
+    tell: Tell = silent,
 ) -> Images:
     """All N pictures. Non-finite embeddings are an error that names the picture."""
+    count = len(inputs.split.image_ids)
+    batches = in_order(count, batch_size)
 
     def compute(rows: IntArray) -> tuple[Tensor, Tensor | None, Tensor | None]:
         encoded = model.encode_image(inputs.pixels(rows).to(device))
-        tell(len(rows))
+        tell("pictures", len(rows), count)
         mask = None if not tokens or encoded.mask is None else encoded.mask.cpu()
         return encoded.embedding.float().cpu(), encoded.tokens.cpu() if tokens else None, mask
 
-    parts = processes.share(in_order(len(inputs.split.image_ids), batch_size), compute)
-    embedding = torch.cat([part[0] for part in parts]).numpy()
-    row_norms(embedding, "image")
-    if not tokens:
-        return Images(embedding)
-    masks = [part[2] for part in parts if part[2] is not None]
-    return Images(
-        embedding, torch.cat([part[1] for part in parts if part[1] is not None]), torch.cat(masks) if masks else None
-    )
+    embeddings, masks = [], []
+    kept: Tensor | None = None
+    for rows, (embedding, own, mask) in zip(batches, processes.share(batches, compute), strict=True):
+        embeddings.append(embedding)
+        if own is not None:
+            kept = room_for((count, *own.shape[1:]), own.dtype) if kept is None else kept
+            kept[rows[0] : rows[-1] + 1] = own
+        if mask is not None:
+            masks.append(mask)
+    whole = torch.cat(embeddings).numpy()
+    row_norms(whole, "image")
+    return Images(whole, kept, torch.cat(masks) if masks else None)
 
 
 def encode_texts(
@@ -135,29 +148,36 @@ def encode_texts(
     tokens: bool = False,
     processes: Processes = Processes(),  # noqa: B008  (frozen)
     name: str = "text",
-    tell: Callable[[int], None] = lambda done: None,
+    tell: Tell = silent,
 ) -> Texts:
     """All texts of ``packed``, in batches of like length. Non-finite embeddings are an error that names the text."""
-    batches = by_length(packed.lengths(), batch_size)
+    lengths = packed.lengths()
+    batches = by_length(lengths, batch_size)
 
     def compute(rows: IntArray) -> tuple[Tensor, Tensor | None, IntArray]:
         ids, mask = inputs.token_rows(packed, rows)
         encoded = model.encode_text(ids.to(device), mask.to(device))
-        tell(len(rows))
+        tell(f"{name}s", len(rows), len(packed))
         real = mask.to(device) if encoded.mask is None else encoded.mask
         kept = encoded.tokens[real].cpu() if tokens else None
         return encoded.embedding.float().cpu(), kept, real.sum(1).cpu().numpy()
 
-    parts = processes.share(batches, compute)
-    order = np.concatenate(batches)
-    embedding = np.empty((len(packed), parts[0][0].shape[1]), dtype=np.float32)
-    embedding[order] = torch.cat([part[0] for part in parts]).numpy()
-    row_norms(embedding, name)
-    if not tokens:
-        return Texts(embedding)
-    flat = torch.cat([part[1] for part in parts if part[1] is not None])
-    encoded_lengths = np.concatenate([part[2] for part in parts])
-    begin = np.empty(len(packed), dtype=np.int64)  # texts stay in the order of encoding; who asks finds them by this
-    length = np.empty(len(packed), dtype=np.int64)
-    begin[order], length[order] = np.cumsum(encoded_lengths) - encoded_lengths, encoded_lengths
-    return Texts(embedding, flat, begin, length)
+    embeddings: Float32 | None = None
+    kept: Tensor | None = None
+    begin, length = np.zeros(len(packed), dtype=np.int64), np.zeros(len(packed), dtype=np.int64)
+    end = 0
+    for rows, (embedding, own, own_lengths) in zip(batches, processes.share(batches, compute), strict=True):
+        if embeddings is None:
+            embeddings = np.empty((len(packed), embedding.shape[1]), dtype=np.float32)
+            # an encoder may add tokens of its own, as many to each text
+            extra = int(own_lengths[0] - lengths[rows[0]])
+            if own is not None:
+                kept = room_for((int(lengths.sum()) + extra * len(packed), own.shape[1]), own.dtype)
+        embeddings[rows] = embedding.numpy()
+        if own is not None and kept is not None:
+            kept[end : end + len(own)] = own
+            begin[rows], length[rows] = end + np.cumsum(own_lengths) - own_lengths, own_lengths
+            end += len(own)
+    assert embeddings is not None, "a split has captions"
+    row_norms(embeddings, name)
+    return Texts(embeddings) if kept is None else Texts(embeddings, kept, begin, length)

@@ -13,7 +13,10 @@ import torch
 from vlretrieval.data.splits import Split
 from vlretrieval.data.tokenizers import Tokenizer
 from vlretrieval.evaluation.describe import describe
-from vlretrieval.evaluation.encode import Images, Texts, encode_images, encode_texts, evaluating
+from vlretrieval.evaluation.eccv_caption import GroundTruth
+from vlretrieval.evaluation.embedding_files import EmbeddingSet
+from vlretrieval.evaluation.encode import Images, Tell, Texts, encode_images, encode_texts, evaluating, silent
+from vlretrieval.evaluation.further import further_figures
 from vlretrieval.evaluation.hard_negatives import NegativePairs, accuracies, draw_negatives
 from vlretrieval.evaluation.inputs import Inputs, Transform
 from vlretrieval.evaluation.outcome import Evaluation, Gallery, Shortlists, Stages, joined
@@ -21,6 +24,7 @@ from vlretrieval.evaluation.protocols import PROTOCOLS, Protocol, part
 from vlretrieval.evaluation.rerank import NOISE, fuse, rerank, score_pairs, unique_pairs
 from vlretrieval.evaluation.sharing import Processes
 from vlretrieval.evaluation.shortlist import shortlist
+from vlretrieval.evaluation.suites.winoground import PairedSplit, paired_figures
 from vlretrieval.metrics.ranks import Ranks, rank_both
 from vlretrieval.metrics.recall import Fold, both_directions, recall_at
 from vlretrieval.metrics.scores import IntArray, pair_scores
@@ -46,6 +50,7 @@ class Settings:
         precision: "float32", or "bfloat16" / "float16" for the encoders' own arithmetic; scores are float32 always.
         batch_size: pictures a batch; four times as many captions.
         protocol: which pictures and captions, how many folds.
+        further: mAP@R and the like, hubs, text to text: a few more passes over the scores (one gallery only).
     """
 
     ks: Sequence[int] = (1, 5, 10)
@@ -58,6 +63,7 @@ class Settings:
     precision: str = "float32"
     batch_size: int = 64
     protocol: Protocol = PROTOCOLS["full"]
+    further: bool = False
 
     def __post_init__(self) -> None:
         if not self.ks or min(self.ks) < 1:
@@ -80,6 +86,7 @@ def evaluate(
     *,
     inputs: Inputs | None = None,
     processes: Processes = Processes(),  # noqa: B008  (frozen)
+    tell: Tell = silent,
 ) -> Evaluation:
     """Measure ``model`` on ``split``: recall both ways, re-ranked recall, hard negatives.
 
@@ -88,6 +95,7 @@ def evaluate(
         tokenizer, transform: the model's own.
         inputs: the split made ready earlier, under the same protocol (split, tokenizer and transform are then its own).
         processes: who shares the work; all of them must call, and all get the same outcome.
+        tell: called with what was done ("pictures", "texts", "pairs", ...), how many just now, and in all.
 
     Raises:
         ValueError: non-finite embeddings or logits (naming the row), an unreadable picture (naming the file).
@@ -95,39 +103,82 @@ def evaluate(
     inputs = inputs or Inputs(settings.protocol.prepare(split), tokenizer, transform)
     split = inputs.split
     rerank_with_heads = settings.top_k > 0 and model.crossmodal is not None
-    tokens = model.crossmodal is not None and (
-        rerank_with_heads or (settings.hard_negatives and len(split.negatives) > 0)
+    asked = (
+        rerank_with_heads or isinstance(split, PairedSplit) or (settings.hard_negatives and len(split.negatives) > 0)
     )
+    tokens = model.crossmodal is not None and asked
     with evaluating(model, settings.precision) as device:
         batch = settings.batch_size
-        images = encode_images(model, inputs, device, batch_size=batch, tokens=tokens, processes=processes)
-        texts = encode_texts(
-            model, inputs, inputs.captions, device, batch_size=4 * batch, tokens=tokens, processes=processes
-        )
-        galleries = [
-            Gallery(
-                images.part(i[0], i[-1]), texts.part(c), part(split, i, c) if settings.protocol.folds > 1 else split
-            )
-            for i, c in settings.protocol.fold_rows(split)
-        ]
+        common: Any = {"tokens": tokens, "processes": processes, "tell": tell}
+        images = encode_images(model, inputs, device, batch_size=batch, **common)
+        texts = encode_texts(model, inputs, inputs.captions, device, batch_size=4 * batch, **common)
+        galleries = galleries_of(images, texts, split, settings.protocol)
         if rerank_with_heads:
             for gallery in galleries:
-                gallery.shortlists = match_shortlists(model, gallery, settings.top_k, device, processes)
+                gallery.shortlists = match_shortlists(model, gallery, settings.top_k, device, processes, tell)
         negatives = None
         if settings.hard_negatives and len(split.negatives):
-            negatives = score_negatives(model, inputs, images, texts, settings, device, processes)
+            negatives = score_negatives(model, inputs, images, texts, settings, device, processes, tell)
+        paired = None
+        if isinstance(split, PairedSplit):
+            paired = score_examples(model, images, texts, split.tags, settings, device, processes)
         logit_scale = float(model.logit_scale)
 
-    figures: dict[str, Any] = {"protocol": describe(inputs, settings, galleries[0], logit_scale, processes.count)}
-    ranks = rank_stages(galleries, logit_scale, settings.weight)
-    figures |= _figures(galleries, ranks, settings)
-    if len(split.positives) != len(split.captions):
-        figures["by_image_id"] = _figures(
-            galleries, rank_stages(galleries, logit_scale, settings.weight, own=True), settings
-        )
+    protocol = describe(split, settings, galleries[0], processes.count) | inputs.description()
+    protocol["rerank"]["logit_scale"] = logit_scale
+    figures: dict[str, Any] = {"protocol": protocol}
+    ranks = add_recalls(figures, galleries, split, settings, logit_scale)
     if negatives is not None:
         figures["hard_negatives"] = accuracies(negatives, replicates=settings.bootstrap, seed=settings.seed)
-    return Evaluation(figures, joined(ranks, settings.protocol.fold_rows(split)), images, texts, galleries, negatives)
+    if paired is not None:
+        figures["winoground"] = paired
+    return Evaluation(figures, ranks, images, texts, galleries, negatives)
+
+
+def evaluate_embeddings(found: EmbeddingSet, settings: Settings) -> Evaluation:
+    """The first stage's figures of embeddings that another program made."""
+    split = settings.protocol.prepare(found.split)
+    if len(split.captions) != len(found.split.captions):
+        raise ValueError(
+            f"protocol={settings.protocol.name} uses the first {settings.protocol.captions} captions of each image; "
+            f"the embeddings have {len(found.split.captions)} texts for {len(split.image_ids)} images; "
+            "write those captions alone, or set protocol=full"
+        )
+    images, texts = Images(found.image), Texts(found.text)
+    galleries = galleries_of(images, texts, split, settings.protocol)
+    protocol = describe(split, settings, galleries[0], 1)
+    protocol["rerank"]["done"] = "no: embeddings alone"
+    figures: dict[str, Any] = {"protocol": protocol}
+    ranks = add_recalls(figures, galleries, split, settings, 1.0)
+    return Evaluation(figures, ranks, images, texts, galleries)
+
+
+def galleries_of(images: Images, texts: Texts, split: Split, protocol: Protocol) -> list[Gallery]:
+    """The whole split as one gallery, or its folds."""
+    if protocol.folds == 1:
+        return [Gallery(images, texts, split)]
+    return [
+        Gallery(images.part(int(i[0]), int(i[-1])), texts.part(c), part(split, i, c))
+        for i, c in protocol.fold_rows(split)
+    ]
+
+
+def add_recalls(
+    figures: dict[str, Any], galleries: Sequence[Gallery], split: Split, settings: Settings, logit_scale: float
+) -> Stages:
+    """Rank, put the figures of all stages and both truths into ``figures``, and return the ranks."""
+    ranks = rank_stages(galleries, logit_scale, settings.weight)
+    figures |= stage_figures(galleries, ranks, settings)
+    if len(split.positives) != len(split.captions):
+        own = rank_stages(galleries, logit_scale, settings.weight, own=True)
+        figures["by_image_id"] = stage_figures(galleries, own, settings)
+    if settings.further and len(galleries) == 1:
+        figures["further"] = further_figures(galleries[0], settings.ks)
+    if settings.protocol.eccv:
+        figures["eccv_caption"] = GroundTruth().figures(
+            galleries[0].texts.embedding, galleries[0].images.embedding, tuple(settings.ks)
+        )
+    return joined(ranks, settings.protocol.fold_rows(split))
 
 
 def rank_stages(
@@ -148,7 +199,7 @@ def rank_stages(
     return found
 
 
-def _figures(galleries: Sequence[Gallery], ranks: Sequence[Stages], settings: Settings) -> dict[str, Any]:
+def stage_figures(galleries: Sequence[Gallery], ranks: Sequence[Stages], settings: Settings) -> dict[str, Any]:
     return {
         stage: both_directions(
             [Fold(*stages[stage], g.split.caption_image) for stages, g in zip(ranks, galleries, strict=True)],
@@ -166,6 +217,7 @@ def match_shortlists(
     top_k: int,
     device: torch.device,
     processes: Processes = Processes(),  # noqa: B008  (frozen)
+    tell: Tell = silent,
 ) -> Shortlists:
     """Both directions' shortlists and the matching logits of their pairs, each pair scored once."""
     images, texts, positives = gallery.images, gallery.texts, gallery.split.positives
@@ -175,7 +227,7 @@ def match_shortlists(
     count = len(texts.embedding)
     each_text, each_image = np.arange(count)[:, None], np.arange(len(images.embedding))[:, None]
     pairs = unique_pairs(images_of, texts_of, count)
-    logits = score_pairs(model, images, texts, pairs // count, pairs % count, device, processes=processes)
+    logits = score_pairs(model, images, texts, pairs // count, pairs % count, device, processes=processes, tell=tell)
 
     def look_up(image: IntArray, text: IntArray) -> tuple[Floats, Floats]:
         image, text = np.broadcast_arrays(image, text)
@@ -241,6 +293,7 @@ def score_negatives(
     settings: Settings,
     device: torch.device,
     processes: Processes,
+    tell: Tell = silent,
 ) -> NegativePairs:
     """The split's hard negatives, by cosine and (where the model has the heads) by matching logit."""
     split = inputs.split
@@ -251,7 +304,7 @@ def score_negatives(
     packed = inputs.tokens([split.negatives.texts[row] for row in rows])
     false = encode_texts(
         model, inputs, packed, device, batch_size=4 * settings.batch_size, tokens=heads, processes=processes,
-        name="hard negative",
+        name="hard negative", tell=tell,
     )  # fmt: skip
     scores = {
         "cosine": (
@@ -261,8 +314,39 @@ def score_negatives(
     }
     if heads:
         asked, at = np.unique(caption, return_inverse=True)
-        true = score_pairs(model, images, texts, split.caption_image[asked], asked, device, processes=processes)
-        wrong = score_pairs(model, images, false, image, np.arange(len(rows)), device, processes=processes)
+        true = score_pairs(
+            model, images, texts, split.caption_image[asked], asked, device, processes=processes, tell=tell
+        )
+        wrong = score_pairs(model, images, false, image, np.arange(len(rows)), device, processes=processes, tell=tell)
         scores["match"] = (true[at], wrong + NOISE * np.maximum(1, np.abs(wrong)))
     kinds = np.array([split.negatives.kinds[row] for row in rows])
     return NegativePairs(kinds, image, {name: true > wrong for name, (true, wrong) in scores.items()})
+
+
+def score_examples(
+    model: Any,
+    images: Images,
+    texts: Texts,
+    tags: list[str],
+    settings: Settings,
+    device: torch.device,
+    processes: Processes,
+) -> dict[str, Any]:
+    """Winoground's three scores, by cosine and (where the model has the heads) by matching logit."""
+    options: dict[str, Any] = {"replicates": settings.bootstrap, "seed": settings.seed}
+    found = {
+        "cosine": paired_figures(
+            lambda image, text: pair_scores(images.embedding, texts.embedding, image, text),
+            tags,
+            noise=COSINE_NOISE,
+            **options,
+        )
+    }
+    if model.crossmodal is not None:
+        found["match"] = paired_figures(
+            lambda image, text: score_pairs(model, images, texts, image, text, device, processes=processes),
+            tags,
+            noise=NOISE,
+            **options,
+        )
+    return found

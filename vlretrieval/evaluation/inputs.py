@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from PIL.Image import Image
 from torch import Tensor
 
 from vlretrieval.data.packed import PackedTokens
-from vlretrieval.data.pictures import FilePictures, MemoryPictures, decode_all
+from vlretrieval.data.pictures import decode_all
 from vlretrieval.data.splits import Split
 from vlretrieval.data.tokenizers import Tokenizer, tokenizer_hash
 from vlretrieval.metrics.scores import IntArray
@@ -38,21 +39,19 @@ class Inputs:
     ) -> None:
         self.split, self.tokenizer, self.transform = split, tokenizer, transform
         self._held = 3 * int(getattr(transform, "image_size", 1 << 20)) ** 2 * len(split.image_ids) <= held_bytes
-        self._pictures: MemoryPictures | FilePictures | None = None
+        self._pixels: npt.NDArray[np.uint8] | None = None
         self._captions: PackedTokens | None = None
         self._negatives: PackedTokens | None = None
         self._truncated: int | None = None
 
     def pixels(self, rows: IntArray) -> Tensor:
         """(B, 3, S, S) uint8 of the pictures ``rows``. One that cannot be read is an error: nothing is skipped."""
-        if self._pictures is None:
-            if self._held:
-                size = int(getattr(self.transform, "image_size"))  # noqa: B009  (a Callable has none, a transform does)
-                with torch.inference_mode(False):  # threads fill the tensor, and inference mode is each thread's own
-                    self._pictures = MemoryPictures(decode_all(self.split, self.transform, size))
-            else:
-                self._pictures = FilePictures(self.split, self.transform)
-        return self._pictures(rows, np.zeros(len(rows), dtype=np.int64))
+        if self._pixels is None and self._held:
+            size = int(getattr(self.transform, "image_size"))  # noqa: B009  (a Callable has none, a transform does)
+            self._pixels = decode_all(self.split, self.transform, size)
+        if self._pixels is not None:
+            return torch.from_numpy(self._pixels[rows])
+        return torch.stack([self.transform(self.split.picture(int(row))) for row in rows])
 
     @property
     def captions(self) -> PackedTokens:

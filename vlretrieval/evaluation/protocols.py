@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from vlretrieval.data.splits import HardNegatives, Split
+from vlretrieval.evaluation.eccv_caption import GroundTruth
 from vlretrieval.metrics.scores import IntArray
 
 
@@ -21,6 +22,7 @@ class Protocol:
         captions: of each picture, the first so many are used; None for all. A picture with fewer is refused.
         folds: sequential folds of equal size, each a gallery of its own; the figures are means over them.
         equal_captions: a caption is also true of every picture that has an equal (normalised) caption.
+        eccv: also under the positives of CxC and ECCV Caption (see eccv_caption.py).
         hashes: hashes of the published split, by the language of its captions, for those that are known here.
     """
 
@@ -29,6 +31,7 @@ class Protocol:
     captions: int | None = None
     folds: int = 1
     equal_captions: bool = False
+    eccv: bool = False
     hashes: tuple[tuple[str, str], ...] = ()
 
     def prepare(self, split: Split) -> Split:
@@ -57,6 +60,8 @@ class Protocol:
                 first = np.repeat(np.cumsum(counts) - counts, counts)
                 keep = np.flatnonzero(np.arange(len(split.captions)) - first < self.captions)
                 split = part(split, np.arange(found), keep)
+        if self.eccv:
+            GroundTruth().check(split)
         return split.with_equal_captions_positive() if self.equal_captions else split
 
     def describe(self, split: Split) -> dict[str, object]:
@@ -90,6 +95,7 @@ PROTOCOLS = {
         Protocol("flickr30k_1k", 1000, 5),
         Protocol("coco_5k", 5000, 5),
         Protocol("coco_1k", 5000, 5, folds=5),
+        Protocol("eccv_caption", 5000, 5, eccv=True),
     )
 }
 

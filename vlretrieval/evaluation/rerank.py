@@ -6,7 +6,7 @@ all the captions it meets. What lies outside a shortlist keeps its order below i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,8 +14,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from vlretrieval.evaluation.encode import Images, Texts
+from vlretrieval.evaluation.encode import Images, Tell, Texts, silent
+from vlretrieval.evaluation.outcome import Gallery
 from vlretrieval.evaluation.sharing import Processes
+from vlretrieval.evaluation.shortlist import shortlist
 from vlretrieval.metrics.ranks import TIE, Ranks
 from vlretrieval.metrics.scores import IntArray
 
@@ -48,7 +50,7 @@ def score_pairs(
     device: torch.device,
     *,
     processes: Processes = Processes(),  # noqa: B008  (frozen)
-    tell: Callable[[int], None] = lambda done: None,
+    tell: Tell = silent,
 ) -> Floats:
     """(n,) matching logits of the pairs (image_rows[i], text_rows[i]); ``image_rows`` must not go down.
 
@@ -69,10 +71,11 @@ def score_pairs(
             text = _to(texts.rows(text_rows[pair_at[pairs]]), device)
             matched = model.match_kept(kept.index(torch.from_numpy(which).to(device)), text)
             logits[torch.from_numpy(pairs)] = matched.float().cpu()
-            tell(len(pairs))
+            tell("pairs", len(pairs), len(image_rows))
         return logits
 
-    logits = torch.cat(processes.share(chunks, compute, at_once=8)).double().numpy() if chunks else np.empty(0)
+    parts = list(processes.share(chunks, compute, at_once=8))
+    logits = torch.cat(parts).double().numpy() if parts else np.empty(0)
     bad = np.flatnonzero(~np.isfinite(logits))
     if len(bad):
         image, text = int(image_rows[bad[0]]), int(text_rows[bad[0]])
@@ -163,6 +166,30 @@ def rerank(stage_one: Ranks, candidates: IntArray, scores: Floats, noise: Floats
         gallery,
         stage_one.left_out,
     )
+
+
+def answers(
+    gallery: Gallery, way: str, depth: int, logit_scale: float | None = None, weight: float | None = None
+) -> IntArray:
+    """(Q, depth) the first answers of each query, best first: the shortlist in its new order, then stage one's.
+
+    Args:
+        way: "t2i" or "i2t". depth: more than the gallery holds gives all of it.
+    """
+    text, image, none = gallery.texts.embedding, gallery.images.embedding, np.empty((0, 2), dtype=np.int64)
+    queries, others = (text, image) if way == "t2i" else (image, text)
+    lists = None if gallery.shortlists is None else getattr(gallery.shortlists, way)
+    if lists is None:
+        return shortlist(queries, others, depth, none)[0]
+    head, cosine, match = lists
+    scores, _ = fuse(cosine, match, 1.0 if logit_scale is None else logit_scale, weight)
+    head = np.take_along_axis(head, np.argsort(-scores, axis=1, kind="stable"), axis=1)
+    if depth <= head.shape[1]:
+        return head[:, :depth]
+    rest, _ = shortlist(queries, others, depth, none)
+    inside = (rest[:, :, None] == head[:, None, :]).any(2)
+    order = np.argsort(inside, axis=1, kind="stable")  # those not in the head first, in their order
+    return np.concatenate([head, np.take_along_axis(rest, order, axis=1)], axis=1)[:, : min(depth, len(others))]
 
 
 def _lengths(texts: Texts, rows: IntArray) -> IntArray:

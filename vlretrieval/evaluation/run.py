@@ -1,39 +1,137 @@
-"""From a command's config to an outcome: the only file here that meets Hydra."""
+"""From a command's config to an outcome on disk: the only file here that meets Hydra."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import hydra
+import numpy as np
 from omegaconf import DictConfig, OmegaConf
 
 from vlretrieval.data.splits import Source
-from vlretrieval.evaluation.evaluate import Evaluation, Settings, choose_weight, evaluate
+from vlretrieval.evaluation.embed import embed
+from vlretrieval.evaluation.embedding_files import load_embeddings
+from vlretrieval.evaluation.error_page import error_page
+from vlretrieval.evaluation.evaluate import Settings, choose_weight, evaluate, evaluate_embeddings
+from vlretrieval.evaluation.inputs import Inputs
+from vlretrieval.evaluation.outcome import Evaluation
 from vlretrieval.evaluation.protocols import protocol_named
+from vlretrieval.evaluation.rankings import (
+    caption_names,
+    ranking_figures,
+    read_run,
+    read_truth,
+    truth_of,
+    write_run,
+    write_truth,
+)
+from vlretrieval.evaluation.rerank import answers
 from vlretrieval.evaluation.sharing import Processes
 from vlretrieval.evaluation.subject import Subject, open_subject
+from vlretrieval.evaluation.suites import with_text_edits
+from vlretrieval.evaluation.table import print_figures, print_ranking, progress
+
+SUBJECTS = ("checkpoint", "embeddings", "ranking")
 
 
-def evaluate_checkpoint(cfg: DictConfig, processes: Processes) -> tuple[dict[str, Any], Path]:
-    """Evaluate what ``cfg`` names; rank 0 writes. Returns the figures and the path of metrics.json."""
-    subject = open_subject(cfg.checkpoint).to(cfg.device)
+def evaluate_from(cfg: DictConfig, processes: Processes) -> dict[str, Any]:
+    """Evaluate the one thing that ``cfg`` names; rank 0 prints and writes. Returns the figures."""
+    given = [name for name in SUBJECTS if cfg[name]]
+    if len(given) != 1:
+        raise ValueError(f"give one of checkpoint=, embeddings= or ranking= ({' and '.join(given) or 'none'} given)")
+    if cfg.error_page and given != ["checkpoint"]:
+        raise ValueError(f"error_page=true shows pictures, and {given[0]}= has none; give checkpoint=")
+    if given == ["ranking"]:
+        figures = from_ranking(cfg)
+        if processes.rank == 0:
+            print_ranking(figures)
+            report(write_figures(figures, folder_for(cfg)))
+        return figures
+    if given == ["checkpoint"]:
+        subject = open_subject(cfg.checkpoint).to(cfg.device)
+        outcome = from_checkpoint(cfg, subject, processes)
+    else:
+        outcome = from_embeddings(cfg)
+    if processes.rank == 0:
+        path = outcome.write(folder_for(cfg))
+        if cfg.rankings:
+            write_rankings(outcome, path.parent, cfg.rankings)
+        if cfg.error_page:
+            report(error_page(outcome, path.with_name("errors.html"), model=subject.model))
+        print_figures(outcome.figures)
+        report(path)
+    return outcome.figures
+
+
+def from_checkpoint(cfg: DictConfig, subject: Subject, processes: Processes) -> Evaluation:
+    """A model, its pictures and captions."""
     source = chosen_source(cfg, subject)
-    split = source.split(cfg.split)
+    split = with_text_edits(source.split(cfg.split), seed=cfg.seed) if cfg.text_edits else source.split(cfg.split)
     weight = cfg.rerank.weight
     if weight == "val":
-        val = source.split("val")
-        if val.name == split.name:
+        if cfg.split == "val":
             raise ValueError(
                 "rerank.weight=val would be chosen on the very split that it is measured on; give a number"
             )
+        val = source.split("val")
         weight = choose_weight(subject.model, val, subject.tokenizer, subject.transform, cfg.rerank.top_k, processes)
     elif weight is not None and not isinstance(weight, int | float):
         raise ValueError(f"rerank.weight={weight} is not a number, null or val")
-    settings = Settings(
+    settings = settings_of(cfg, top_k=cfg.rerank.top_k, weight=weight)
+    with progress(shown=processes.rank == 0) as tell:
+        outcome = evaluate(
+            subject.model, split, subject.tokenizer, subject.transform, settings, processes=processes, tell=tell
+        )
+    outcome.figures["subject"] = {
+        "checkpoint": subject.name,
+        "data": source.fingerprint(),
+        "weight_chosen_on": "val" if cfg.rerank.weight == "val" else None,
+    }
+    return outcome
+
+
+def from_embeddings(cfg: DictConfig) -> Evaluation:
+    """Another program's embeddings."""
+    outcome = evaluate_embeddings(load_embeddings(cfg.embeddings), settings_of(cfg, top_k=0, weight=None))
+    outcome.figures["subject"] = {"embeddings": str(cfg.embeddings)}
+    return outcome
+
+
+def from_ranking(cfg: DictConfig) -> dict[str, Any]:
+    """Another program's ranked lists."""
+    run = read_run(cfg.ranking)
+    if cfg.qrels:
+        truth = read_truth(cfg.qrels)
+    elif cfg.get("data") is not None:
+        truths = truth_of(hydra.utils.instantiate(cfg.data.source).split(cfg.split))
+        known = {way: sum(query in truth for query in run) for way, truth in truths.items()}
+        if not max(known.values()):
+            raise ValueError(
+                f"{cfg.ranking}: no query is an image of the split, nor a caption (named image#0, image#1, ...); "
+                f"the first is {next(iter(run))!r}"
+            )
+        truth = truths[max(known, key=lambda way: known[way])]
+    else:
+        raise ValueError("ranking= needs its truth: give qrels=FILE, or data=... with the split")
+    figures = ranking_figures(run, truth, tuple(cfg.ks), replicates=cfg.bootstrap, seed=cfg.seed)
+    return figures | {"subject": {"ranking": str(cfg.ranking), "qrels": cfg.qrels}}
+
+
+def embed_from(cfg: DictConfig, processes: Processes) -> Path:
+    """Write a checkpoint's embeddings of a split."""
+    subject = open_subject(cfg.checkpoint).to(cfg.device)
+    source = chosen_source(cfg, subject)
+    inputs = Inputs(source.split(cfg.split), subject.tokenizer, subject.transform)
+    return embed(
+        subject.model, inputs, cfg.output, batch_size=cfg.batch_size, precision=cfg.precision, processes=processes
+    )
+
+
+def settings_of(cfg: DictConfig, **given: Any) -> Settings:
+    return Settings(
         ks=tuple(cfg.ks),
-        top_k=cfg.rerank.top_k,
-        weight=weight,
         hard_negatives=cfg.hard_negatives,
         negatives_per_kind=cfg.negatives_per_kind,
         bootstrap=cfg.bootstrap,
@@ -41,15 +139,9 @@ def evaluate_checkpoint(cfg: DictConfig, processes: Processes) -> tuple[dict[str
         precision=cfg.precision,
         batch_size=cfg.batch_size,
         protocol=protocol_named(cfg.protocol),
+        further=cfg.further,
+        **given,
     )
-    outcome = evaluate(subject.model, split, subject.tokenizer, subject.transform, settings, processes=processes)
-    return outcome.figures, write(outcome, cfg, subject, source, processes)
-
-
-def write(outcome: Evaluation, cfg: DictConfig, subject: Subject, source: Source, processes: Processes) -> Path:
-    outcome.figures["subject"] = {"path": subject.name, "data": source.fingerprint()}
-    folder = Path(cfg.output) if cfg.output else default_folder(Path(cfg.checkpoint), cfg.split)
-    return outcome.write(folder) if processes.rank == 0 else folder / "metrics.json"
 
 
 def chosen_source(cfg: DictConfig, subject: Subject) -> Source:
@@ -60,7 +152,39 @@ def chosen_source(cfg: DictConfig, subject: Subject) -> Source:
     return hydra.utils.instantiate(with_model.data.source)
 
 
-def default_folder(checkpoint: Path, split: str) -> Path:
-    """evaluation/SPLIT in the run's folder, or beside whatever the checkpoint lies in."""
+def folder_for(cfg: DictConfig) -> Path:
+    """``output``; or evaluation/SPLIT in the checkpoint's run, evaluation/NAME beside a file."""
+    if cfg.output:
+        return Path(cfg.output)
+    if not cfg.checkpoint:
+        path = Path(cfg.embeddings or cfg.ranking)
+        return path.parent / "evaluation" / path.stem
+    checkpoint = Path(cfg.checkpoint)
     run = checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else checkpoint.parent
-    return run / "evaluation" / split
+    return run / "evaluation" / cfg.split
+
+
+def write_figures(figures: dict[str, Any], folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "metrics.json"
+    partial = path.with_name("metrics.json.partial")
+    partial.write_text(json.dumps(figures, indent=2) + "\n")
+    return partial.replace(path)
+
+
+def write_rankings(outcome: Evaluation, folder: Path, depth: int) -> None:
+    """t2i.run, i2t.run and their .qrels, the re-ranked lists where the model re-ranked."""
+    if len(outcome.galleries) > 1:
+        raise ValueError("rankings= writes the lists of one gallery; choose protocol=full")
+    gallery = outcome.galleries[0]
+    scale, weight = (outcome.figures["protocol"]["rerank"].get(name) for name in ("logit_scale", "weight"))
+    captions, images = caption_names(gallery.split), gallery.split.image_ids
+    truths = truth_of(gallery.split)
+    for way, queries, documents in (("t2i", captions, images), ("i2t", images, captions)):
+        candidates = answers(gallery, way, depth, scale, weight)
+        write_run(folder / f"{way}.run", queries, documents, np.asarray(candidates))
+        write_truth(folder / f"{way}.qrels", truths[way])
+
+
+def report(path: Path) -> None:
+    print(f"written to {path}")

@@ -34,23 +34,22 @@ class Processes:
             return Processes(dist.get_rank(), dist.get_world_size())
         return Processes()
 
-    def share(self, batches: Sequence[Batch], compute: Callable[[Batch], T], at_once: int = 64) -> list[T]:
-        """``[compute(batch) for batch in batches]`` on every process, each batch computed by one of them.
+    def share(self, batches: Sequence[Batch], compute: Callable[[Batch], T], at_once: int = 64) -> Iterator[T]:
+        """``compute(batch)`` for each batch in order, on every process, each batch computed by one of them.
 
         Args:
             compute: gives CPU tensors or plain data.
-            at_once: batches between two exchanges; bounds what travels at a time.
+            at_once: batches of a process between two exchanges; bounds what travels and is held at a time.
         """
         if self.count == 1:
-            return [compute(batch) for batch in batches]
-        results: list[T] = []
+            yield from map(compute, batches)
+            return
         for start in range(0, len(batches), at_once * self.count):
             group = batches[start : start + at_once * self.count]
             mine = [compute(batch) for batch in group[self.rank :: self.count]]
             gathered: list[Any] = [None] * self.count
             dist.all_gather_object(gathered, mine)
-            results += [gathered[place % self.count][place // self.count] for place in range(len(group))]
-        return results
+            yield from (gathered[place % self.count][place // self.count] for place in range(len(group)))
 
 
 @contextmanager

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 STAGES = {"first_stage": "first stage", "reranked": "re-ranked"}
@@ -57,7 +60,7 @@ def notes(figures: dict[str, Any]) -> list[str]:
             lines.append(f"{WAYS[way]}: the first {used}{clamped} are re-ranked by {reranking['score'].split(';')[0]}.")
     elif reranking["asked_top_k"]:
         lines.append(f"not re-ranked: {reranking['done'].removeprefix('no: ')}.")
-    if protocol["captions_truncated"]:
+    if protocol.get("captions_truncated"):
         lines.append(f"{protocol['captions_truncated']} captions are longer than the context and were cut.")
     if "by_image_id" in figures:
         for stage, found in figures["by_image_id"].items():
@@ -114,6 +117,88 @@ def print_figures(figures: dict[str, Any]) -> None:
         show("Hard negatives: true caption above the false one", heads, negative_rows(figures["hard_negatives"]), 1)
     for line in notes(figures):
         console.print(line, highlight=False)
+    if "eccv_caption" in figures:
+        for name, ways in figures["eccv_caption"].items():
+            for way, found in ways.items():
+                shown = ", ".join(f"{key} {value:.1f}" for key, value in found.items() if key != "queries")
+                console.print(f"{name}, {WAYS[way]} ({found['queries']} queries): {shown}.", highlight=False)
+    for score, found in figures.get("winoground", {}).items():
+        whole = found["all"]
+        shown = ", ".join(f"{name} {whole[name]:.1f}" for name in ("text", "image", "group"))
+        console.print(
+            f"Winoground by {score} ({whole['examples']} examples; chance 25, 25, 16.7): {shown}.", highlight=False
+        )
+    for line in further_lines(figures["further"]) if "further" in figures else []:
+        console.print(line, highlight=False)
+
+
+def further_lines(further: dict[str, Any]) -> list[str]:
+    """The figures beside the table, one sentence a line."""
+    lines = []
+    for way, way_name in WAYS.items():
+        found, hubs = further["every_positive"][way], further["hubs"]
+        lines.append(
+            f"{way_name}, every positive ({found['positives_a_query']:.1f} a query): mAP@R {found['mAP@R']:.1f}, "
+            f"R-precision {found['R-precision']:.1f}, mAP {found['mAP']:.1f}, nDCG {found['nDCG']:.3f}."
+        )
+        at_once = ", ".join(f"{name} {value:.1f}" for name, value in hubs["corrected"][way].items())
+        lines.append(
+            f"{way_name}, hubs: {hubs[way]['never']:.0f} % of the candidates are in no list of {hubs[way]['k']}, the "
+            f"largest is in {hubs[way]['most']} (skewness {hubs[way]['skewness']:.1f}); corrected (CSLS): {at_once}."
+        )
+    for name in ("text_to_text", "image_to_image"):
+        if name in further:
+            recalls = ", ".join(f"{k} {v:.1f}" for k, v in further[name].items() if k.startswith("R@"))
+            lines.append(f"{name.replace('_', ' ')} ({further[name]['queries']} queries): {recalls}.")
+    return lines
+
+
+def print_ranking(figures: dict[str, Any]) -> None:
+    """What ``vlretrieval-evaluate ranking=FILE`` says."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(soft_wrap=True)
+    table = Table()
+    names = (
+        list(figures["interval"]) if "interval" in figures else [n for n in figures if isinstance(figures[n], float)]
+    )
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_row(*[f"{figures[name]:.3f}" if name in ("MRR", "nDCG") else f"{figures[name]:.1f}" for name in names])
+    if "interval" in figures:
+        table.add_row(*["[{:.2f}, {:.2f}]".format(*figures["interval"][name]) for name in names])
+    console.print(table)
+    console.print(
+        f"{figures['queries']} queries, {figures['without_list']} of them without a list (a miss); "
+        f"{figures['unknown_queries']} lists of queries that the truth does not know are left out; "
+        f"the shortest list has {figures['shortest_list']} documents.",
+        highlight=False,
+    )
+
+
+def print_frontier(results: dict[str, Any]) -> None:
+    """What ``vlretrieval-frontier`` says."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(soft_wrap=True)
+    for name, result in results.items():
+        for way, way_name in WAYS.items():
+            table = Table(title=f"{name}, {way_name}", title_justify="left")
+            for head in ("top_k", f"R@{result['k']}, %", "ceiling, %", "ms a query"):
+                table.add_column(head, justify="right", no_wrap=True)
+            for point in result[way]:
+                mark = " *" if point["top_k"] == result["enough"][way] else ""
+                cells = (f"{point['recall']:.1f}", f"{point['ceiling']:.1f}", f"{point['ms_a_query']:.2f}")
+                table.add_row(f"{point['top_k']}{mark}", *cells)
+            console.print(table)
+        sizes = result["bytes"]
+        console.print(
+            f"{name}: {sizes['kept_a_picture']:,} bytes kept a picture beside {sizes['embedding']:,} of its embedding; "
+            f"* the smallest top_k within a tenth of a point of the best; {result['threads']} threads.",
+            highlight=False,
+        )
 
 
 def print_differences(first: str, second: str, found: dict[str, Any], seeds: tuple[int, int]) -> None:
@@ -137,3 +222,23 @@ def print_differences(first: str, second: str, found: dict[str, Any], seeds: tup
         console.print(
             f"Means over {seeds[0]} and {seeds[1]} seeds; seeds are drawn with the pictures.", highlight=False
         )
+
+
+@contextmanager
+def progress(shown: bool = True) -> Iterator[Callable[[str, int, int], None]]:
+    """A bar for each kind of work, on a terminal only; what it yields is told of the work done."""
+    if not shown or not sys.stderr.isatty():
+        yield lambda what, done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bars:
+        known: dict[tuple[str, int], Any] = {}
+
+        def tell(what: str, done: int, total: int) -> None:
+            if (what, total) not in known:
+                known[what, total] = bars.add_task(what, total=total)
+            bars.advance(known[what, total], done)
+
+        yield tell

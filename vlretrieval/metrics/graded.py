@@ -64,15 +64,21 @@ def positive_places(
     return found[0], found[1]
 
 
-def precision_at_r(places: PositivePlaces) -> Floats:
-    """(Q,) R-precision: the share of positives among the first R, R being how many the query has."""
-    return places.per_query(places.place <= np.repeat(places.total, places.total)) / places.total
+def precision_at_r(places: PositivePlaces, absent: IntArray | int = 0) -> Floats:
+    """(Q,) R-precision: the share of positives among the first R, R being how many the query has.
+
+    Args:
+        absent: (Q,) further positives of each query that are not in the gallery, and so are missed.
+    """
+    wanted = places.total + absent
+    return places.per_query(places.place <= np.repeat(wanted, places.total)) / wanted
 
 
-def average_precision_at_r(places: PositivePlaces) -> Floats:
+def average_precision_at_r(places: PositivePlaces, absent: IntArray | int = 0) -> Floats:
     """(Q,) 1/R times the sum of precision(i) over positives at places i <= R (arXiv:2003.08505, eq. 1)."""
-    within = places.place <= np.repeat(places.total, places.total)
-    return places.per_query(within * places.number / places.place) / places.total
+    wanted = places.total + absent
+    within = places.place <= np.repeat(wanted, places.total)
+    return places.per_query(within * places.number / places.place) / wanted
 
 
 def average_precision(places: PositivePlaces) -> Floats:

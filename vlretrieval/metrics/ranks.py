@@ -135,6 +135,8 @@ def check_embeddings(text: Embeddings, image: Embeddings) -> tuple[npt.NDArray[n
     text_norms, image_norms = row_norms(text, "text"), row_norms(image, "image")
     if text.shape[1] != image.shape[1]:
         raise ValueError(f"text embeddings are {text.shape[1]} wide, image embeddings {image.shape[1]}; need one space")
+    if text_norms.max() * image_norms.max() > 1e37:
+        raise ValueError("scores of these embeddings overflow float32; scale them down, or to unit vectors")
     return text_norms, image_norms
 
 
@@ -172,10 +174,10 @@ def count_rivals(
     """
     if block < 8:
         raise ValueError(f"block={block}: blocks of fewer than 8 x 8 scores are all overhead; 1024 is a good size")
-    rounding = _rounding(text.shape[1])
+    width = text.shape[1]
     sides = (
-        _Side(text_probes, text_norms, float(image_norms.max()), rounding),
-        _Side(image_probes, image_norms, float(text_norms.max()), rounding),
+        _Side(text_probes, text_norms, float(image_norms.max()), width),
+        _Side(image_probes, image_norms, float(text_norms.max()), width),
     )
     columns = -(-len(image) // block)
     key = pairs[:, 0] // block * columns + pairs[:, 1] // block
@@ -229,12 +231,14 @@ def _rounding(width: int) -> float:
 class _Side:
     """One direction's probes and counts while the blocks go by."""
 
-    def __init__(self, probes: Probes, norms: npt.NDArray[np.float64], widest: float, rounding: float) -> None:
+    def __init__(self, probes: Probes, norms: npt.NDArray[np.float64], longest: float, width: int) -> None:
         self.probes = probes
         self.above = np.zeros(len(probes.row), dtype=np.int64)
         self.tied = np.zeros(len(probes.row), dtype=np.int64)
-        self.reach = norms[probes.row] * widest  # times TIE or rounding: the doubt about a score of this query
-        doubt = rounding * self.reach
+        self.reach = norms[probes.row] * longest  # times TIE or rounding: the doubt about a score of this query
+        doubt = (
+            _rounding(width) * self.reach + width * 2.0**-149
+        )  # the latter where products fall below float32's range
         # one step outward, so that rounding the bounds themselves to float32 cannot let a doubtful score slip by
         self.high = np.nextafter((probes.score + doubt).astype(np.float32), np.float32(np.inf))
         self.low = np.nextafter((probes.score - doubt).astype(np.float32), np.float32(-np.inf))

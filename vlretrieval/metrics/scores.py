@@ -11,11 +11,47 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-Embeddings = npt.NDArray[Any]  # (rows, E), float16 / float32 / float64, in memory or memory-mapped
 FloatArray = npt.NDArray[np.floating[Any]]
 IntArray = npt.NDArray[np.int64]
 
 ROWS = 1024  # rows read at a time where a whole array is passed over
+
+
+class Rows:
+    """Rows of an array in another order and scaled, done for the rows at hand: a memory-mapped array stays on disk.
+
+    Args:
+        array: (n, E).
+        order: (rows,) which rows, in which order; None for all as they are.
+        scale: (rows,) what each is multiplied by, for example 1 / its norm; None for 1.
+        last: (rows,) values of one more column; None for no such column.
+    """
+
+    ndim = 2
+
+    def __init__(
+        self,
+        array: npt.NDArray[Any] | Rows,
+        order: IntArray | None = None,
+        scale: npt.NDArray[np.float64] | None = None,
+        last: npt.NDArray[np.float64] | None = None,
+    ) -> None:
+        self.array, self.order, self.scale, self.last = array, order, scale, last
+        self.shape: tuple[int, int] = (len(array) if order is None else len(order), array.shape[1] + (last is not None))
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, rows: slice | IntArray) -> npt.NDArray[Any]:
+        found = self.array[rows] if self.order is None else self.array[self.order[rows]]
+        if self.scale is not None:
+            found = (found.astype(np.float64) * self.scale[rows][:, None]).astype(np.float32)
+        if self.last is not None:
+            found = np.concatenate([found, self.last[rows][:, None]], axis=1).astype(np.float32)
+        return found
+
+
+Embeddings = npt.NDArray[Any] | Rows  # (rows, E), float16 / float32 / float64, in memory or memory-mapped
 
 
 class NonFiniteEmbedding(ValueError):
@@ -44,8 +80,9 @@ def row_norms(embeddings: Embeddings, name: str) -> npt.NDArray[np.float64]:
     bad = np.flatnonzero(~np.isfinite(squares))
     if len(bad):
         row = int(bad[0])
-        column = int(np.flatnonzero(~np.isfinite(rows_float32(embeddings, row, row + 1)[0]))[0])
-        value = float(embeddings[row, column])
+        values = rows_float32(embeddings, row, row + 1)[0]
+        column = int(np.flatnonzero(~np.isfinite(values))[0])
+        value = float(values[column])
         raise NonFiniteEmbedding(
             f"{name} embedding {row} of {len(embeddings)} is not finite ({value} in column {column}; "
             f"{len(bad)} such row{'s' if len(bad) > 1 else ''}); a model that gives it cannot be ranked"
@@ -69,8 +106,8 @@ def pair_scores(
     return scores
 
 
-def unit_rows(embeddings: Embeddings, name: str) -> npt.NDArray[np.float32]:
-    """The rows scaled to length 1, so that a dot product is a cosine.
+def unit_rows(embeddings: npt.NDArray[Any], name: str, order: IntArray | None = None) -> Rows:
+    """The rows in the given order and scaled to length 1, so that a dot product is a cosine; nothing is copied.
 
     Raises:
         NonFiniteEmbedding: see :func:`row_norms`.
@@ -80,8 +117,4 @@ def unit_rows(embeddings: Embeddings, name: str) -> npt.NDArray[np.float32]:
     zero = np.flatnonzero(norms == 0)
     if len(zero):
         raise ValueError(f"{name} embedding {int(zero[0])} of {len(embeddings)} is all zeros; it has no cosine")
-    unit = np.empty(embeddings.shape, dtype=np.float32)
-    for start in range(0, len(embeddings), ROWS):
-        block = np.asarray(embeddings[start : start + ROWS], dtype=np.float64)
-        unit[start : start + ROWS] = block / norms[start : start + ROWS, None]
-    return unit
+    return Rows(embeddings, order, 1 / (norms if order is None else norms[order]))

@@ -1,0 +1,46 @@
+"""Figures beside the table: every positive's place, hubs and their correction, text to text, image to image.
+
+They stand apart from the recalls and are never mixed into them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from vlretrieval.evaluation.outcome import Gallery
+from vlretrieval.evaluation.shortlist import shortlist
+from vlretrieval.metrics.graded import graded_figures, positive_places
+from vlretrieval.metrics.hubness import corrected_ranks, hub_figures
+from vlretrieval.metrics.one_modality import captions_of_one_image, images_of_one_caption, rank_within
+from vlretrieval.metrics.recall import direction_figures, recall_at
+
+HUB_LIST = 10  # answers a query that make a hub, as in the literature
+
+
+def further_figures(gallery: Gallery, ks: Sequence[int]) -> dict[str, Any]:
+    """All of them for one gallery, of the first stage."""
+    text, image, positives = gallery.texts.embedding, gallery.images.embedding, gallery.split.positives
+    figures: dict[str, Any] = {}
+    t2i, i2t = positive_places(text, image, positives)
+    figures["every_positive"] = {"t2i": graded_figures(t2i, ks), "i2t": graded_figures(i2t, ks)}
+    none = np.empty((0, 2), dtype=np.int64)
+    corrected = corrected_ranks(text, image, positives)
+    figures["hubs"] = {
+        "t2i": hub_figures(shortlist(text, image, HUB_LIST, none)[0], len(image)),
+        "i2t": hub_figures(shortlist(image, text, HUB_LIST, none)[0], len(text)),
+        "corrected_by": "CSLS over the 10 nearest queries of the test set; not to be compared with plain recalls",
+        "corrected": {
+            way: {f"R@{k}": recall_at(ranks, k) for k in ks}
+            for way, ranks in zip(("t2i", "i2t"), corrected, strict=True)
+        },
+    }
+    for name, rows, pairs in (
+        ("text_to_text", text, captions_of_one_image(gallery.split.caption_image)),
+        ("image_to_image", image, images_of_one_caption(positives)),
+    ):
+        if len(pairs):
+            figures[name] = direction_figures(rank_within(rows, pairs), ks)
+    return figures
