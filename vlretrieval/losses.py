@@ -198,3 +198,57 @@ def ranking_loss(logits: Tensor, valid: Tensor | None = None) -> Tensor:
     if valid is not None:
         logits = torch.cat([logits[:, :1], logits[:, 1:].masked_fill(~valid, -torch.inf)], dim=1)
     return -logits.log_softmax(1)[:, 0].mean()
+
+
+def momentum_info_nce(
+    image_emb: Tensor,
+    text_emb: Tensor,
+    logit_scale: Tensor,
+    positives: Tensor,
+    *,
+    teacher_image: Tensor,
+    teacher_text: Tensor,
+    gallery_image: Tensor,
+    gallery_text: Tensor,
+    soft_share: float = 0.4,
+) -> Tensor:
+    """InfoNCE against a momentum encoder's embeddings and queue, with its scores as soft targets (ALBEF, eq. 6).
+
+    Args:
+        image_emb, text_emb: (B, E) unit vectors of the model in training.
+        logit_scale: scalar, multiplies cosines, of the teacher too.
+        positives: (B, N) bool: gallery rows that share the pair's picture or caption; at least one in each row.
+        teacher_image, teacher_text: (B, E) unit vectors of the same pairs by the momentum encoder.
+        gallery_image, gallery_text: (N, E) by the momentum encoder: all ranks' pairs of this step, then the queue.
+        soft_share: of the target that is the teacher's softmax; the rest is spread evenly over the positives.
+
+    Returns:
+        Scalar float32, nats per query, averaged over both directions.
+    """
+    hard = positives / positives.sum(1, keepdim=True)
+
+    def one_way(queries: Tensor, teacher: Tensor, gallery: Tensor) -> Tensor:
+        soft = (logit_scale.detach() * teacher.float() @ gallery.float().T).softmax(1)
+        target = soft_share * soft + (1 - soft_share) * hard
+        return F.cross_entropy(logit_scale * queries.float() @ gallery.float().T, target)
+
+    return (one_way(image_emb, teacher_image, gallery_text) + one_way(text_emb, teacher_text, gallery_image)) / 2
+
+
+def distillation_loss(student: Tensor, teacher: Tensor, valid: Tensor | None = None) -> Tensor:
+    """Kullback-Leibler divergence of a dual encoder's scores from matching logits, over each query's candidates.
+
+    Args:
+        student: (B, 1 + N) scaled cosines, column 0 the true candidate.
+        teacher: (B, 1 + N) matching logits of the same candidates; no gradient reaches them.
+        valid: (B, N) bool, False where a negative could not be drawn.
+
+    Returns:
+        Scalar float32, nats per query; 0 where both rank with the same margins, or where a query has no negative.
+    """
+    student, teacher = student.float(), teacher.detach().float()
+    if valid is not None:
+        absent = F.pad(~valid, (1, 0))
+        # a large finite number: the product of a probability of 0 and a logarithm of 0 would be NaN
+        student, teacher = (logits.masked_fill(absent, -1e4) for logits in (student, teacher))
+    return F.kl_div(student.log_softmax(1), teacher.log_softmax(1), reduction="batchmean", log_target=True)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback, Checkpoint
 
-from vlretrieval.training.checkpoint_io import newest_first, sweep_partials, sync_folder
+from vlretrieval.training.checkpoint_io import AtomicCheckpointIO, newest_first, sweep_partials, sync_folder
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +46,9 @@ class Validation(Callback):
         figures: Mapping[str, float] = {}
         if trainer.is_global_zero:
             module.eval()
-            with torch.inference_mode():
+            average = module.average
+            # before inference mode: weights copied within it could not be trained
+            with average.in_place_of(module.model) if average else nullcontext(), torch.inference_mode():
                 figures = self.measure(module.model)
             module.train()
         if trainer.world_size > 1:
@@ -69,10 +73,17 @@ class Checkpoints(Checkpoint):
         mode: "max" or "min".
         every_n_steps: optimizer steps between saves; None saves at the end of each epoch only.
         keep: step checkpoints kept.
+        failures_allowed: saves in a row that may fail (a full disk); the earlier checkpoints stay, and the run goes on.
     """
 
     def __init__(
-        self, folder: str | Path, monitor: str, mode: str = "max", every_n_steps: int | None = None, keep: int = 2
+        self,
+        folder: str | Path,
+        monitor: str,
+        mode: str = "max",
+        every_n_steps: int | None = None,
+        keep: int = 2,
+        failures_allowed: int = 3,
     ):
         if mode not in ("max", "min"):
             raise ValueError(f"mode={mode!r} is not known; choose max or min")
@@ -80,6 +91,7 @@ class Checkpoints(Checkpoint):
             raise ValueError(f"keep={keep} must be at least 1")
         self.folder, self.monitor, self.mode = Path(folder), monitor, mode
         self.every_n_steps, self.keep = every_n_steps, keep
+        self.io = AtomicCheckpointIO(failures_allowed)
         self.best_value: float | None = None
         self.best_step = -1
         self._saved_step = -1
@@ -109,23 +121,37 @@ class Checkpoints(Checkpoint):
     def on_train_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         value = trainer.callback_metrics.get(self.monitor)
         measured = value is not None and self._fresh(trainer)
+        before = self.best_value, self.best_step
         if measured and self._better(float(value)):
             self.best_value, self.best_step = float(value), trainer.global_step
-        self.save(trainer)
-        if measured and self.best_step == trainer.global_step and trainer.is_global_zero:
+        saved = self.save(trainer)
+        if not saved:
+            self.best_value, self.best_step = before
+        elif measured and self.best_step == trainer.global_step and trainer.is_global_zero:
             link(self.folder / "last.ckpt", self.folder / "best.ckpt")
 
-    def save(self, trainer: pl.Trainer) -> Path:
-        """Saves this step; all ranks must call it."""
+    def save(self, trainer: pl.Trainer) -> bool:
+        """Saves this step; all ranks must call it. False on rank 0 if the disk would not take it."""
         step = trainer.global_step
         path = self.folder / f"step-{step:08d}.ckpt"
         trainer.save_checkpoint(path)
         self._saved_step = step
+        if self.io.failed_in_a_row:
+            return False
         if trainer.is_global_zero:
             link(path, self.folder / "last.ckpt")
             for old in list(newest_first(self.folder))[self.keep :]:
                 old.unlink()
-        return path
+        return True
+
+    def save_once(self, trainer: pl.Trainer) -> None:
+        """Saves this step unless that has been done."""
+        if trainer.global_step != self._saved_step:
+            self.save(trainer)
+
+    def newest(self) -> Path | None:
+        """The newest checkpoint written so far."""
+        return next(newest_first(self.folder), None)
 
     def _fresh(self, trainer: pl.Trainer) -> bool:
         """Whether the metric was measured in this very epoch, and is not left from an earlier one."""
@@ -134,6 +160,8 @@ class Checkpoints(Checkpoint):
         return epoch % validation.every_n_epochs == 0 or epoch == trainer.max_epochs or trainer.should_stop
 
     def _better(self, value: float) -> bool:
+        if not math.isfinite(value):
+            return False
         if self.best_value is None:
             return True
         return value > self.best_value if self.mode == "max" else value < self.best_value

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 import re
 import zipfile
@@ -12,6 +14,8 @@ from typing import Any
 import torch
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 
+log = logging.getLogger(__name__)
+
 PARTIAL = ".partial"
 
 
@@ -20,10 +24,41 @@ class AtomicCheckpointIO(CheckpointIO):
 
     Lightning's own stages in the temporary folder and moves: across file systems that is a copy over the good file, and
     a full disk tears the one before.
+
+    Args:
+        failures_allowed: saves in a row that the disk may refuse (full, or gone for a while) before that is an error.
+            What was saved before stays as it is.
     """
+
+    def __init__(self, failures_allowed: int = 0):
+        if failures_allowed < 0:
+            raise ValueError(f"failures_allowed={failures_allowed} must be at least 0")
+        self.failures_allowed, self.failed_in_a_row = failures_allowed, 0
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         path = Path(path)
+        try:
+            self._write(checkpoint, path)
+        except (OSError, RuntimeError) as error:  # torch's zip writer makes a RuntimeError of a full disk
+            if not disk_refused(error):
+                raise
+            self.failed_in_a_row += 1
+            if self.failed_in_a_row > self.failures_allowed:
+                raise ValueError(
+                    f"{path} could not be written, for the {self.failed_in_a_row}. time in a row: {error}; make room "
+                    "and go on with resume=true"
+                ) from error
+            log.error(
+                "NOT SAVED: %s: %s. What was saved before is whole; make room. Failure %d in a row; %d end the run.",
+                path,
+                error,
+                self.failed_in_a_row,
+                self.failures_allowed + 1,
+            )
+        else:
+            self.failed_in_a_row = 0
+
+    def _write(self, checkpoint: dict[str, Any], path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(path.name + PARTIAL)
         try:
@@ -46,6 +81,16 @@ class AtomicCheckpointIO(CheckpointIO):
 
     def remove_checkpoint(self, path: str | Path) -> None:
         Path(path).unlink(missing_ok=True)
+
+
+def disk_refused(error: BaseException | None) -> bool:
+    """Whether an error, or one that it came from, is the disk's: full, over quota, or an I/O error."""
+    refusals = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENOENT, errno.EROFS)
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in refusals:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def sync_folder(folder: Path) -> None:

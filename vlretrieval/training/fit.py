@@ -12,7 +12,9 @@ from typing import Any
 import hydra
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import RichProgressBar
+from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
+from lightning.pytorch.callbacks import Callback, RichProgressBar
+from lightning.pytorch.plugins.environments import SLURMEnvironment
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
@@ -20,10 +22,16 @@ import vlretrieval
 from vlretrieval.data.datamodule import RetrievalData
 from vlretrieval.evaluation.evaluate import Settings, evaluate
 from vlretrieval.evaluation.inputs import Inputs
+from vlretrieval.model.hints import head_width_hints
 from vlretrieval.model.retrieval_model import RetrievalModel
 from vlretrieval.training.callbacks import Checkpoints, Describe, Validation
-from vlretrieval.training.checkpoint_io import AtomicCheckpointIO, checkpoint_fault, newest_first
+from vlretrieval.training.compiled import compile_parts
+from vlretrieval.training.nonfinite import NonFiniteGuard
+from vlretrieval.training.precision import allow_tf32, choose_precision, device_of
+from vlretrieval.training.preemption import Preemption, slurm_requeue
+from vlretrieval.training.resume import check_same_run, resume_path
 from vlretrieval.training.task import RetrievalTask
+from vlretrieval.training.warm_start import warm_start
 
 log = logging.getLogger(__name__)
 
@@ -41,36 +49,40 @@ def train(cfg: DictConfig) -> dict[str, Any]:
     model: RetrievalModel = hydra.utils.instantiate(cfg.model)
     say_what_is_built(model)
 
-    folder = Path(cfg.output_dir)
-    measure = validation_measure(data, hydra.utils.instantiate(cfg.validation.settings))
-    callbacks = [
-        Validation(measure, cfg.validation.every_n_epochs),
-        Describe(description(cfg, data)),
-        Checkpoints(folder / "checkpoints", **cfg.checkpoints),
-    ]
-    trainer: pl.Trainer = hydra.utils.instantiate(
-        cfg.trainer,
-        logger=hydra.utils.instantiate(cfg.logger),
-        callbacks=[*callbacks, *([RichProgressBar()] if cfg.progress_bar else [])],
-        plugins=[AtomicCheckpointIO()],
-        default_root_dir=str(folder),
-        enable_progress_bar=bool(cfg.progress_bar),
-        enable_model_summary=False,
-        use_distributed_sampler=False,  # the loader splits batches over ranks itself, and remembers where it is
-    )
+    if cfg.init_from and not cfg.resume:
+        warm_start(model, cfg.init_from, cfg.init_parts, strict=cfg.init_strict)
     task = RetrievalTask(
         model,
         hydra.utils.instantiate(cfg.loss),
         hydra.utils.instantiate(cfg.optimizer),
         hydra.utils.instantiate(cfg.scheduler),
         seed=cfg.seed,
+        ema_decay=cfg.ema_decay,
+        freeze=cfg.freeze,
     )
-    resumed = resume_path(folder / "checkpoints") if cfg.resume else None
+    if cfg.compile:
+        compile_parts(model)
+
+    folder = Path(cfg.output_dir)
+    described = description(cfg, data)
+    keeper = Checkpoints(folder / "checkpoints", **cfg.checkpoints)
+    callbacks = [
+        Validation(
+            validation_measure(data, hydra.utils.instantiate(cfg.validation.settings)), cfg.validation.every_n_epochs
+        ),
+        Describe(described),
+        NonFiniteGuard(keeper, folder / "nonfinite.jsonl", **cfg.nonfinite),
+        keeper,
+        Preemption(keeper, slurm_requeue() if cfg.requeue else None),
+    ]
+    trainer = build_trainer(cfg, callbacks, keeper.io)
+    resumed = None
+    if cfg.resume:
+        resumed = resume_path(keeper.folder)
+        check_same_run(resumed, described["config"])
     log.info("set up in %.1f s", time.perf_counter() - started_at)
     trainer.fit(task, datamodule=data, ckpt_path=resumed, weights_only=True)
 
-    keeper = callbacks[-1]
-    assert isinstance(keeper, Checkpoints)
     result = {
         "step": trainer.global_step,
         "best_step": keeper.best_step,
@@ -84,6 +96,26 @@ def train(cfg: DictConfig) -> dict[str, Any]:
     return result
 
 
+def build_trainer(cfg: DictConfig, callbacks: list[Callback], io: CheckpointIO) -> pl.Trainer:
+    """Lightning's Trainer with our loader, our checkpoints and our way to leave."""
+    device = device_of(cfg.trainer.accelerator)
+    allow_tf32(device)
+    plugins: list[Any] = [io]
+    if SLURMEnvironment.detect():
+        plugins.append(SLURMEnvironment(auto_requeue=False))  # its own saves in the middle of a step
+    return hydra.utils.instantiate(
+        cfg.trainer,
+        precision=choose_precision(cfg.trainer.precision, device),
+        logger=hydra.utils.instantiate(cfg.logger),
+        callbacks=[*callbacks, *([RichProgressBar()] if cfg.progress_bar else [])],
+        plugins=plugins,
+        default_root_dir=str(cfg.output_dir),
+        enable_progress_bar=bool(cfg.progress_bar),
+        enable_model_summary=False,
+        use_distributed_sampler=False,  # the loader splits batches over ranks itself, and remembers where it is
+    )
+
+
 def description(cfg: DictConfig, data: RetrievalData) -> dict[str, Any]:
     """What makes a checkpoint self-describing: version, resolved config and tokenizer, all plain data."""
     return {
@@ -94,6 +126,8 @@ def description(cfg: DictConfig, data: RetrievalData) -> dict[str, Any]:
 
 
 def say_what_is_built(model: RetrievalModel) -> None:
+    for hint in head_width_hints(model):
+        log.info("hint: %s", hint)
     parameters = sum(p.numel() for p in model.parameters())
     if model.crossmodal is None:
         log.info(
@@ -116,18 +150,3 @@ def validation_measure(data: RetrievalData, settings: Settings) -> Callable[[nn.
         return evaluate(model, split, data.tokenizer, data.transform, settings, inputs=inputs).scalars("val/")
 
     return measure
-
-
-def resume_path(folder: Path) -> str:
-    """The newest whole checkpoint; a damaged one is named and the one before is taken.
-
-    Raises:
-        ValueError: if there is none.
-    """
-    for path in newest_first(folder):
-        fault = checkpoint_fault(path)
-        if fault is None:
-            log.info("going on from %s", path)
-            return str(path)
-        log.warning("%s: %s; taking the one before", path, fault)
-    raise ValueError(f"resume=true, but {folder} holds no whole checkpoint; start anew with another name=...")

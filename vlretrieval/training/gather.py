@@ -1,4 +1,4 @@
-"""Everybody's rows on every rank, with gradients. The only place that speaks to ``torch.distributed`` for losses."""
+"""Everybody's rows on every rank, with gradients. The only place in training that speaks to ``torch.distributed``."""
 
 from __future__ import annotations
 
@@ -51,3 +51,12 @@ def gather_encoded(encoded: Encoded, *, tokens: bool) -> Encoded:
         gather_rows(F.pad(encoded.tokens, (0, 0, 0, short))),
         None if mask is None else gather_rows(F.pad(mask, (0, short)).to(torch.uint8)).bool(),
     )
+
+
+def highest(value: int, device: torch.device) -> int:
+    """The highest of all ranks' values, on every rank: how they agree on what to do next."""
+    if world()[1] == 1:
+        return value
+    shared = torch.tensor(value, device=device)
+    dist.all_reduce(shared, op=dist.ReduceOp.MAX)
+    return int(shared)

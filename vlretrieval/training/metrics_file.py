@@ -6,6 +6,7 @@ Lightning's own CSVLogger deletes the file of an earlier session when a run goes
 from __future__ import annotations
 
 import csv
+import logging
 import os
 from argparse import Namespace
 from collections.abc import Mapping
@@ -14,6 +15,8 @@ from typing import Any
 
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
+
+log = logging.getLogger(__name__)
 
 
 class MetricsFile(Logger):
@@ -79,6 +82,14 @@ class MetricsFile(Logger):
         """Write the file anew beside itself and rename it: it is whole at every moment."""
         if not self._rows:
             return
+        try:
+            self._write()
+        except OSError as error:  # a full disk: the rows stay in memory, for the next time
+            log.warning("%s could not be written: %s", self.path, error)
+        self._unwritten = 0
+
+    def _write(self) -> None:
+        assert self._rows
         columns = {name: None for row in self._rows for name in row}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         partial = self.path.with_name(self.path.name + ".partial")
@@ -87,7 +98,6 @@ class MetricsFile(Logger):
             writer.writeheader()
             writer.writerows(self._rows)
         os.replace(partial, self.path)
-        self._unwritten = 0
 
     @rank_zero_only
     def finalize(self, status: str) -> None:

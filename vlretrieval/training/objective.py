@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -12,7 +13,10 @@ from torch import Tensor
 from vlretrieval import losses
 from vlretrieval.model.crossmodal import Encoded
 from vlretrieval.model.retrieval_model import RetrievalModel
+from vlretrieval.training.chunks import recomputed_logits
 from vlretrieval.training.length_buckets import match_pairs
+from vlretrieval.training.momentum import Momentum, Teacher
+from vlretrieval.training.precision import full_float32
 
 
 @dataclass
@@ -26,6 +30,7 @@ class Pairs:
         uniform: (2, B, M) draws from [0, 1) that decide which hard negatives are taken.
         negatives: the data's hard-negative captions of the pairs that are matched, K consecutive rows a pair; or None.
         negative_valid: (B, K) bool for those pairs, False where a caption has fewer than K.
+        teacher: what the momentum encoder says of the step; None without one.
     """
 
     image: Encoded
@@ -36,6 +41,7 @@ class Pairs:
     uniform: Tensor
     negatives: Encoded | None = None
     negative_valid: Tensor | None = None
+    teacher: Teacher | None = None
 
     def first(self, count: int) -> Pairs:
         """This rank's first ``count`` pairs, beside everybody's; ``negatives`` are those of the first pairs already."""
@@ -53,18 +59,21 @@ class Pairs:
 
 @dataclass
 class MatchingLogits:
-    """Matching logits of one step, true pairs first.
+    """Matching logits of one step, true pairs first, and the cosines of the same pairs.
 
     Attributes:
         by_image: (B, 1 + n) each picture with its own caption, then false ones; ``image_valid`` (B, n) bool,
             False where none could be drawn.
         by_text: (B, c) each caption with false pictures; ``text_valid`` (B, c) bool.
+        image_candidates, text_candidates: (B, 1 + n, E) and (B, c, E), the embeddings of what each was held against.
     """
 
     by_image: Tensor
     image_valid: Tensor
     by_text: Tensor
     text_valid: Tensor
+    image_candidates: Tensor
+    text_candidates: Tensor
 
 
 class Objective:
@@ -82,6 +91,12 @@ class Objective:
             they teach little, and a step without them costs a third.
         length_buckets: runs of like length in which captions are computed, each padded to its own longest. Above 1 it
             saves work on a CPU where pictures are small and captions of mixed length; 1 is right on a GPU.
+        distillation_weight: of the dual encoder's scores following the cross-modal heads'
+            (:func:`vlretrieval.losses.distillation_loss`).
+        chunk: pairs that are computed at a time (gradient caching, :mod:`vlretrieval.training.chunks`): the loss still
+            sees the whole batch, memory holds the activations of a chunk, and a step costs a forward pass more.
+            None: all at once.
+        momentum: settings of a momentum encoder, whose targets and queue then take the place of ``contrastive``.
     """
 
     def __init__(
@@ -95,8 +110,16 @@ class Objective:
         matching_share: float = 1.0,
         matching_start: float = 0.0,
         length_buckets: int = 1,
+        distillation_weight: float = 0.0,
+        chunk: int | None = None,
+        momentum: Momentum | None = None,
     ):
-        weights = dict(contrastive=contrastive_weight, matching=matching_weight, ranking=ranking_weight)
+        weights = dict(
+            contrastive=contrastive_weight,
+            matching=matching_weight,
+            ranking=ranking_weight,
+            distillation=distillation_weight,
+        )
         if min(weights.values()) < 0 or not any(weights.values()):
             given = ", ".join(f"{name}_weight={value}" for name, value in weights.items())
             raise ValueError(f"{given}: none may be negative, and one must be above 0")
@@ -112,9 +135,29 @@ class Objective:
             )
         if length_buckets < 1:
             raise ValueError(f"length_buckets={length_buckets} must be at least 1")
+        if chunk is not None and chunk < 1:
+            raise ValueError(f"chunk={chunk} must be at least 1; null computes the batch at once")
+        if momentum is not None and not contrastive_weight:
+            raise ValueError("momentum has no effect with contrastive_weight=0; leave it out")
+        if distillation_weight and not (matching_weight or ranking_weight):
+            raise ValueError(
+                f"distillation_weight={distillation_weight}, but nothing trains the cross-modal heads to be learnt "
+                "from; set matching_weight or ranking_weight above 0"
+            )
+        self.chunk, self.momentum = chunk, momentum
+        self.takes_bias = "logit_bias" in inspect.signature(contrastive).parameters and momentum is None
         self.contrastive, self.weights = contrastive, weights
         self.matching_negatives, self.matching_start = matching_negatives, matching_start
         self.matching_share, self.length_buckets = matching_share, length_buckets
+
+    def check(self, model: RetrievalModel) -> None:
+        """Refuses a model that this objective leaves a part of without effect."""
+        if model.logit_bias is not None and not self.takes_bias:
+            raise ValueError(
+                "model.init_logit_bias has no effect on this contrastive loss; leave it out, or take loss=sigmoid"
+            )
+        if model.crossmodal is None and self.weights["distillation"]:
+            raise ValueError("distillation_weight needs cross-modal heads; set it to 0, or take heads=cross")
 
     def matched(self, pairs: int) -> int:
         """How many of a step's pairs are matched: the first so many, at least one."""
@@ -133,18 +176,12 @@ class Objective:
         """
         parts: dict[str, Tensor] = {}
         if self.weights["contrastive"]:
-            parts["contrastive"] = self.contrastive(
-                pairs.image.embedding,
-                pairs.text.embedding,
-                model.logit_scale,
-                pairs.positives,
-                all_image_emb=pairs.all_image.embedding,
-                all_text_emb=pairs.all_text.embedding,
-            )
+            with full_float32(pairs.image.embedding.device):
+                parts["contrastive"] = self._contrastive(model, pairs)
         accuracy = {}
         if self.matches(model, progress):
             matched = pairs.first(self.matched(len(pairs.image)))
-            logits = matching_logits(model, matched, self.matching_negatives, self.length_buckets)
+            logits = matching_logits(model, matched, self.matching_negatives, self.length_buckets, self.chunk)
             false = torch.cat([logits.by_image[:, 1:].flatten(), logits.by_text.flatten()])
             valid = torch.cat([logits.image_valid.flatten(), logits.text_valid.flatten()])
             true = logits.by_image[:, 0]
@@ -155,6 +192,8 @@ class Objective:
                     losses.ranking_loss(logits.by_image, logits.image_valid)
                     + losses.ranking_loss(torch.cat([true[:, None], logits.by_text], dim=1), logits.text_valid)
                 ) / 2
+            if self.weights["distillation"]:
+                parts["distillation"] = distillation(model, matched, logits)
             rejected = ((false < 0) & valid).sum() / valid.sum().clamp(min=1)
             accuracy["matching_accuracy"] = ((true > 0).float().mean() + rejected) / 2
         if not parts:
@@ -164,8 +203,50 @@ class Objective:
         total = total + 0.0 * model.logit_scale
         return total, {name: value.detach() for name, value in (parts | accuracy).items()}
 
+    def _contrastive(self, model: RetrievalModel, pairs: Pairs) -> Tensor:
+        image, text, scale = pairs.image.embedding, pairs.text.embedding, model.logit_scale
+        if pairs.teacher is not None:
+            teacher = pairs.teacher
+            return losses.momentum_info_nce(
+                image,
+                text,
+                scale,
+                teacher.positives,
+                teacher_image=teacher.image,
+                teacher_text=teacher.text,
+                gallery_image=teacher.gallery_image,
+                gallery_text=teacher.gallery_text,
+                soft_share=teacher.soft_share,
+            )
+        bias = {} if model.logit_bias is None else {"logit_bias": model.logit_bias.float()}
+        return self.contrastive(
+            image,
+            text,
+            scale,
+            pairs.positives,
+            all_image_emb=pairs.all_image.embedding,
+            all_text_emb=pairs.all_text.embedding,
+            **bias,
+        )
 
-def matching_logits(model: RetrievalModel, pairs: Pairs, count: int = 1, length_buckets: int = 1) -> MatchingLogits:
+
+def distillation(model: RetrievalModel, pairs: Pairs, logits: MatchingLogits) -> Tensor:
+    """The dual encoder's scores of the matched candidates against the cross-modal heads', in both directions."""
+    with full_float32(logits.by_image.device):
+        image, text, scale = pairs.image.embedding[:, None], pairs.text.embedding[:, None], model.logit_scale
+        to_text = scale * (image * logits.image_candidates).sum(-1)
+        pictures = torch.cat([image, logits.text_candidates], dim=1)
+        to_image = scale * (text * pictures).sum(-1)
+        by_text = torch.cat([logits.by_image[:, :1], logits.by_text], dim=1)
+        return (
+            losses.distillation_loss(to_text, logits.by_image, logits.image_valid)
+            + losses.distillation_loss(to_image, by_text, logits.text_valid)
+        ) / 2
+
+
+def matching_logits(
+    model: RetrievalModel, pairs: Pairs, count: int = 1, length_buckets: int = 1, chunk: int | None = None
+) -> MatchingLogits:
     """Matching logits of true pairs, and of false ones: hard negatives of the batch and the data's own.
 
     A picture's keys and values are projected once and serve all the captions it meets in the step: its own, ``count``
@@ -173,7 +254,7 @@ def matching_logits(model: RetrievalModel, pairs: Pairs, count: int = 1, length_
     """
     image, text, all_text = pairs.image, pairs.text, pairs.all_text
     batch, device = len(image), image.tokens.device
-    with torch.no_grad():
+    with torch.no_grad(), full_float32(device):
         scale = model.logit_scale
         to_text = scale * model.similarity(image, all_text)
         to_image = scale * model.similarity(pairs.all_image, text).T
@@ -187,11 +268,32 @@ def matching_logits(model: RetrievalModel, pairs: Pairs, count: int = 1, length_
         valid.append(pairs.negative_valid)
     texts, each = _side_by_side(candidates, batch), sum(len(part) for part in candidates) // batch
 
+    if chunk is None:
+        by_image, by_text = _all_at_once(model, pairs, texts, hard_image.index, length_buckets)
+    else:
+        by_image, by_text = _in_chunks(model, pairs, texts, hard_image.index, length_buckets, chunk)
+    return MatchingLogits(
+        by_image.view(batch, each),
+        torch.cat(valid, dim=1),
+        by_text.view(batch, count),
+        hard_image.drawn[:, None].expand(-1, count),
+        texts.embedding.unflatten(0, (batch, each)),
+        pairs.all_image.embedding[hard_image.index],
+    )
+
+
+def _all_at_once(
+    model: RetrievalModel, pairs: Pairs, texts: Encoded, hard_image: Tensor, length_buckets: int
+) -> tuple[Tensor, Tensor]:
+    """Logits of each picture with its candidate ``texts``, and of each caption with its ``hard_image`` (B, c) rows."""
+    image, text = pairs.image, pairs.text
+    (batch, count), device = hard_image.shape, hard_image.device
+    each = len(texts) // batch
     kept = model.keep_image(image)
     if pairs.all_image is image:
-        met, met_rows = kept, hard_image.index.flatten()
+        met, met_rows = kept, hard_image.flatten()
     else:  # pictures beyond those matched here, other ranks' too: projected for this rank's captions
-        met = model.keep_image(pairs.all_image.index(hard_image.index.flatten()))
+        met = model.keep_image(pairs.all_image.index(hard_image.flatten()))
         met_rows = torch.arange(batch * count, device=device)
     repeated = torch.arange(batch, device=device).repeat_interleave(count)
     if length_buckets == 1:  # each picture's K/V are read in place
@@ -201,12 +303,32 @@ def matching_logits(model: RetrievalModel, pairs: Pairs, count: int = 1, length_
         own = torch.arange(batch, device=device).repeat_interleave(each)
         by_image = match_pairs(model, kept, texts, own, torch.arange(batch * each, device=device), length_buckets)
         by_text = match_pairs(model, met, text, met_rows, repeated, length_buckets)
-    return MatchingLogits(
-        by_image.view(batch, each),
-        torch.cat(valid, dim=1),
-        by_text.view(batch, count),
-        hard_image.drawn[:, None].expand(-1, count),
-    )
+    return by_image, by_text
+
+
+def _in_chunks(
+    model: RetrievalModel, pairs: Pairs, texts: Encoded, hard_image: Tensor, length_buckets: int, chunk: int
+) -> tuple[Tensor, Tensor]:
+    """As :func:`_all_at_once`, ``chunk`` pairs at a time, each computed again in the backward pass."""
+    batch, count = hard_image.shape
+    each = len(texts) // batch
+
+    def match(image: Encoded, text: Encoded) -> Tensor:
+        if length_buckets == 1:
+            return model.match(image, text)
+        rows = torch.arange(len(text), device=hard_image.device)
+        return match_pairs(
+            model, model.keep_image(image), text, rows // (len(text) // len(image)), rows, length_buckets
+        )
+
+    def by_image(rows: slice) -> Tensor:
+        return match(pairs.image.part(rows), texts.part(slice(rows.start * each, rows.stop * each)))
+
+    def by_text(rows: slice) -> Tensor:
+        repeated = torch.arange(rows.start, rows.stop, device=hard_image.device).repeat_interleave(count)
+        return match(pairs.all_image.index(hard_image[rows].flatten()), pairs.text.index(repeated))
+
+    return recomputed_logits(by_image, batch, chunk), recomputed_logits(by_text, batch, chunk)
 
 
 def _side_by_side(parts: list[Encoded], batch: int) -> Encoded:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,8 +16,12 @@ from vlretrieval import losses
 from vlretrieval.data.datasets import Batch
 from vlretrieval.model.crossmodal import Encoded
 from vlretrieval.model.retrieval_model import MAX_LOGIT_SCALE, RetrievalModel
+from vlretrieval.training.averaging import WeightAverage
+from vlretrieval.training.chunks import recomputed
+from vlretrieval.training.freezing import freeze_parts
 from vlretrieval.training.gather import gather_encoded, gather_rows, world
 from vlretrieval.training.length_buckets import encode_text
+from vlretrieval.training.momentum import MomentumEncoder
 from vlretrieval.training.objective import Objective, Pairs
 
 
@@ -30,6 +34,8 @@ class RetrievalTask(pl.LightningModule):
         optimizer: ``model -> Optimizer``.
         scheduler: ``(optimizer, total_steps=) -> LRScheduler``, stepped once an optimizer step; None keeps the rate.
         seed: with the step (and, for dropout, the rank) it decides every draw, so that a resumed run repeats them.
+        ema_decay: of an average of the weights that is evaluated and saved as the model; None: the weights themselves.
+        freeze: parts of the model (name prefixes or patterns) that are not trained, and stay in evaluation mode.
     """
 
     def __init__(
@@ -40,9 +46,15 @@ class RetrievalTask(pl.LightningModule):
         scheduler: Callable[..., Any] | None = None,
         *,
         seed: int = 0,
+        ema_decay: float | None = None,
+        freeze: Sequence[str] = (),
     ):
         super().__init__()
+        objective.check(model)
+        self._frozen = freeze_parts(model, freeze)
         self.model, self.objective, self.seed = model, objective, seed
+        self.average = None if ema_decay is None else WeightAverage(model, ema_decay)
+        self.momentum = None if objective.momentum is None else MomentumEncoder(model, objective.momentum)
         self._optimizer, self._scheduler = optimizer, scheduler
         self._total_steps = 1
         self._batches = 0  # begun so far; Lightning's own batch_idx is one behind after a resume in mid-epoch
@@ -54,6 +66,13 @@ class RetrievalTask(pl.LightningModule):
             return optimizer
         scheduler = self._scheduler(optimizer, total_steps=self._total_steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def train(self, mode: bool = True) -> RetrievalTask:
+        """As any module's, but frozen parts stay in evaluation mode."""
+        super().train(mode)
+        for part in self._frozen:
+            part.eval()
+        return self
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         # re-seeded each step: no generator's state needs saving, and ranks differ (seed_everything gives all the same)
@@ -69,9 +88,18 @@ class RetrievalTask(pl.LightningModule):
         self.log("train/logit_scale", self.model.logit_scale.detach(), batch_size=len(pairs.image))
         return loss
 
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        with torch.no_grad():
+            self.model.log_logit_scale.clamp_(0.0, math.log(MAX_LOGIT_SCALE))
+        if self.average is not None:
+            self.average.update(self.model)
+        if self.momentum is not None:
+            self.momentum.update(self.model)
+
     def encode(self, batch: Batch) -> Pairs:
         """The batch as the objective takes it: encoded here, gathered over ranks, positives known."""
-        image = self.model.encode_image(batch.pixels)
+        image = recomputed(self.model.encode_image, self.objective.chunk, batch.pixels)
         text, negatives, negative_valid = self._encode_texts(batch)
         image_ids, caption_ids = gather_rows(batch.image_ids), gather_rows(batch.caption_ids)
         matching = self.objective.matches(self.model, self.progress)
@@ -89,6 +117,7 @@ class RetrievalTask(pl.LightningModule):
             uniform[:, first : first + local].to(image.embedding.device),
             negatives,
             negative_valid,
+            None if self.momentum is None else self.momentum.teach(batch, self.progress),
         )
 
     def _encode_texts(self, batch: Batch) -> tuple[Encoded, Encoded | None, Tensor | None]:
@@ -96,27 +125,36 @@ class RetrievalTask(pl.LightningModule):
 
         Also which of the latter there are: (pairs matched, K) bool.
         """
-        buckets, own = self.objective.length_buckets, batch.token_ids
+        own = batch.token_ids
+
+        def encode(token_ids: Tensor, token_mask: Tensor) -> Encoded:
+            return encode_text(self.model, token_ids, token_mask, self.objective.length_buckets)
+
         unused = not self.objective.matches(self.model, self.progress)
         if batch.negative_token_ids is None or batch.negative_token_mask is None or unused:
-            return encode_text(self.model, own, batch.token_mask, buckets), None, None
+            return recomputed(encode, self.objective.chunk, own, batch.token_mask), None, None
         matched = self.objective.matched(len(own))
         wrong, wrong_mask = batch.negative_token_ids[:matched], batch.negative_token_mask[:matched]
         length = max(own.shape[1], wrong.shape[2])
         ids = torch.cat([F.pad(t, (0, length - t.shape[1])) for t in (own, wrong.flatten(0, 1))])
         mask = torch.cat([F.pad(m, (0, length - m.shape[1])) for m in (batch.token_mask, wrong_mask.flatten(0, 1))])
-        encoded = encode_text(self.model, ids, mask, buckets)
+        encoded = recomputed(encode, self.objective.chunk, ids, mask)
         return encoded.part(slice(0, len(own))), encoded.part(slice(len(own), None)), wrong_mask.any(-1)
-
-    def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
-        with torch.no_grad():
-            self.model.log_logit_scale.clamp_(0.0, math.log(MAX_LOGIT_SCALE))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["batches"] = self._batches
+        if self.average is not None:  # whoever opens the checkpoint finds the average as the model's weights
+            own = self.average.exchange(checkpoint["state_dict"], "model.")
+            checkpoint["training_weights"] = {"weights": own, "steps": self.average.steps}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self._batches = checkpoint["batches"]
+        own = checkpoint.get("training_weights")
+        if (own is None) != (self.average is None):
+            was, now = ("off", "on") if own is None else ("on", "off")
+            raise ValueError(f"the average of the weights (ema_decay) was {was} in the checkpoint and is {now} now")
+        if self.average is not None and own is not None:
+            self.average.restore(checkpoint["state_dict"], "model.", own["weights"], own["steps"])
 
     @property
     def progress(self) -> float:
