@@ -8,8 +8,10 @@ import torch
 
 from tests.tiny_retrieval import TRANSFORM, FakeModel, tiny_split, tiny_tokenizer
 from vlretrieval.evaluation.encode import encode_images, encode_texts, evaluating
-from vlretrieval.evaluation.evaluate import Gallery, Settings, choose_weight, evaluate, match_shortlists, reranked
+from vlretrieval.evaluation.evaluate import Settings, choose_weight, evaluate, reranked
 from vlretrieval.evaluation.inputs import Inputs
+from vlretrieval.evaluation.matching import match_shortlists
+from vlretrieval.evaluation.outcome import Gallery
 from vlretrieval.evaluation.rerank import even_groups, score_pairs
 from vlretrieval.evaluation.shortlist import shortlist
 from vlretrieval.evaluation.table import print_figures

@@ -34,6 +34,8 @@ FLOORS = [
     "encoders",
     "pretrained crossmodal",
     "retrieval_model",
+    "costs",
+    "hints",
 ]
 # Slow or optional libraries, and the one file (or room, with a slash) that may import each at module level.
 OWNERS = {

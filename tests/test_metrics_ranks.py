@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vlretrieval.metrics import Fold, NonFiniteEmbedding, rank_both, recall_at
-from vlretrieval.metrics.ranks import Probes, check_positives, count_rivals, count_true
+from vlretrieval.metrics.counting import count_true
+from vlretrieval.metrics.ranks import Probes, check_positives, count_rivals
 from vlretrieval.metrics.recall import both_directions, direction_figures, mean_reciprocal_rank, median_rank
 
 

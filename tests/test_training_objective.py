@@ -8,45 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.multiprocessing as mp
+from tiny_training import tiny_batch, tiny_model
 
 from vlretrieval import losses
 from vlretrieval.data.datasets import Batch
-from vlretrieval.model.crossmodal import CrossModal
-from vlretrieval.model.encoders import ImageEncoder, TextEncoder
-from vlretrieval.model.retrieval_model import RetrievalModel
 from vlretrieval.training.objective import Objective
 from vlretrieval.training.task import RetrievalTask
-
-
-def tiny_model(text_to_image=2, image_to_text=2, joint=0):
-    torch.manual_seed(0)
-    return RetrievalModel(
-        ImageEncoder(32, 8, 16, 1, 2),
-        TextEncoder(50, 16, 16, 1, 2),
-        CrossModal(16, 16, text_to_image, image_to_text, joint, text_self_heads=2),
-        embed_dim=8,
-    )
-
-
-def tiny_batch(rows=8, negatives=2, images=None, short=True):
-    g = torch.Generator().manual_seed(1)
-    lengths = torch.randint(3, 13, (rows,), generator=g)
-    mask = torch.arange(12)[None] < lengths[:, None]
-    wrong = torch.randint(1, 50, (rows, negatives, 12), generator=g)
-    wrong_mask = (torch.arange(12) < torch.randint(3, 13, (rows, negatives, 1), generator=g)).clone()
-    if short:
-        wrong_mask[0, -1] = False  # one caption has a negative fewer
-    ids = torch.arange(rows) if images is None else torch.as_tensor(images)
-    return Batch(
-        torch.randint(0, 256, (rows, 3, 32, 32), dtype=torch.uint8, generator=g),
-        torch.randint(1, 50, (rows, 12), generator=g),
-        mask,
-        ids,
-        torch.arange(rows),
-        torch.arange(rows),
-        wrong,
-        wrong_mask,
-    )
 
 
 def loss_and_gradients(model, batch, objective):

@@ -7,44 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
+from tiny_training import assert_same_bits, last_weights, run
 
 from vlretrieval.training.checkpoint_io import AtomicCheckpointIO, checkpoint_fault, newest_first
-from vlretrieval.training.fit import resume_path, train
-
-CONF = Path(__file__).parent.parent / "conf"
-TINY = [
-    "name=tiny",
-    "data.source.train=64",
-    "data.source.val=8",
-    "data.source.test=8",
-    "data.source.image_size=32",
-    "data.batch_size=16",
-    "data.captions_per_image=one",
-    "model.image_encoder.image_size=32",
-    "model.image_encoder.dim=16",
-    "model.image_encoder.depth=1",
-    "model.image_encoder.dropout=0.1",
-    "model.text_encoder.dim=16",
-    "model.text_encoder.depth=1",
-    "model.embed_dim=8",
-    "validation.settings.negatives_per_kind=5",
-    "progress_bar=false",
-    "trainer.accelerator=cpu",
-    "trainer.max_epochs=3",
-    "checkpoints.every_n_steps=3",
-    "checkpoints.keep=99",
-]
-
-
-def run(folder: Path, *overrides: str) -> dict:
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        cfg = compose("train", overrides=[*TINY, f"output_dir={folder}", *overrides])
-    return train(cfg)
-
-
-def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
-    return torch.load(checkpoint, weights_only=True)["state_dict"]
+from vlretrieval.training.resume import resume_path
 
 
 @pytest.fixture(scope="module")
@@ -59,10 +25,7 @@ def test_a_resumed_run_ends_with_the_same_weights_to_the_last_bit(whole, tmp_pat
     (tmp_path / "checkpoints").mkdir()
     shutil.copy(whole / f"checkpoints/step-{step:08d}.ckpt", tmp_path / "checkpoints")
     run(tmp_path, "resume=true")
-    expected, got = (weights(folder / "checkpoints/step-00000012.ckpt") for folder in (whole, tmp_path))
-    assert expected.keys() == got.keys() and len(expected) > 40
-    for name, value in expected.items():
-        assert torch.equal(value, got[name]), name
+    assert_same_bits(last_weights(whole), last_weights(tmp_path))
 
 
 def test_a_torn_checkpoint_is_named_and_the_one_before_is_taken(whole, tmp_path, caplog):

@@ -12,6 +12,10 @@ from vlretrieval.commands.run_folder import run_folder
 @command("train")
 def main(cfg: DictConfig) -> dict:
     """``vlretrieval-train experiment=quickstart``"""
+    if cfg.dry_run:
+        from vlretrieval.commands.dry_run import show
+
+        return show(cfg)
     with run_folder(cfg, process_rank()):
         from vlretrieval.training.fit import train  # torch and Lightning: only now, when the config is known to be good
 

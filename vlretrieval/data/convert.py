@@ -256,6 +256,7 @@ def _to_hugging_face(
         import datasets
     except ImportError:
         raise ValueError("writing Hugging Face data sets needs: pip install 'vlretrieval[huggingface]'") from None
+    datasets.disable_progress_bars()  # there is one of ours
     columns: dict[str, dict[str, list[Any]]] = {}
     extras = [name for name in ("language", "regions", "negatives") if any(name in extras_as_json(r) for r in records)]
     for record in progress(records, len(records)):

@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch import LightningDataModule
 
 from vlretrieval.data.bad_samples import BadSamples
+from vlretrieval.data.cache import open_cache
 from vlretrieval.data.datasets import CaptionsPerImage, TrainPairs
 from vlretrieval.data.loader import TrainLoader
 from vlretrieval.data.ordering import EpochOrder
@@ -36,6 +37,8 @@ class RetrievalData(LightningDataModule):
         seed: of order, caption choice, negatives and augmentation.
         cache_in_memory: decode the train pictures once into memory, where they fit ``cache_limit_bytes``.
         cache_limit_bytes: the most that cache may take.
+        cache: folder that ``vlretrieval-data cache`` made; the train pictures are read from it, memory-mapped. They are
+            stored with side ``stored_size``.
         resize: "squash", "crop" or "pad"; see ``EvalTransform``.
         augment: a ``TrainTransform``; None: pictures as they are, only resized.
         stored_size: side of the pictures kept in memory for ``augment`` to cut from; None: an eighth more than
@@ -65,6 +68,7 @@ class RetrievalData(LightningDataModule):
         seed: int = 0,
         cache_in_memory: bool = True,
         cache_limit_bytes: int = 2 * 1024**3,
+        cache: str | None = None,
         resize: ResizeMode = "squash",
         augment: Augment | None = None,
         stored_size: int | None = None,
@@ -83,6 +87,7 @@ class RetrievalData(LightningDataModule):
         self.captions_per_image, self.negatives_per_caption = captions_per_image, negatives_per_caption
         self.num_workers, self.pin_memory, self.worker_timeout_s = num_workers, pin_memory, worker_timeout_s
         self.cache_in_memory, self.cache_limit_bytes = cache_in_memory, cache_limit_bytes
+        self.cache = cache
         self.transform = EvalTransform(image_size, resize)
         self.augment, self.keep_sides = augment, keep_sides
         self.stored_size = stored_size or (image_size if augment is None else image_size + image_size // 8)
@@ -137,6 +142,9 @@ class RetrievalData(LightningDataModule):
             log.info("train: pictures are not mirrored for the %d captions that say left or right", sided)
 
     def _pictures(self, split: Split) -> tuple[MemoryPictures | FilePictures, np.ndarray | None]:
+        if self.cache is not None:
+            stored, readable = open_cache(split, EvalTransform(self.stored_size, self.transform.mode), self.cache)
+            return MemoryPictures(stored, self.augment), readable
         bad = BadSamples(split, self.max_bad_share, self.bad_samples_file) if self.on_bad_image == "skip" else None
         needed = len(split.image_ids) * 3 * self.stored_size**2
         if self.cache_in_memory and needed <= self.cache_limit_bytes:

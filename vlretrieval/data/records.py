@@ -1,6 +1,9 @@
 """A record is a picture and what is said of it. Readers make records of files; ``Records`` makes splits of records."""
 
+import hashlib
+import json
 import logging
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -161,17 +164,18 @@ class Records:
             log.warning("%s: %d empty captions left out (empty_captions=drop)", name, notes["captions_empty"])
         if not captions:
             raise ValueError(f"split {name!r} of {self._called()} is empty: {len(records)} images, no captions")
-        references = PackedStrings(record.image for record in records)
+        opener = _Opener(self, PackedStrings(record.image for record in records))
         regions = {i: record.regions for i, record in enumerate(records) if record.regions}
         return Split(
             name,
             PackedStrings(record.image_id for record in records),
             PackedStrings(captions),
             np.asarray(caption_image, dtype=np.int64),
-            _Opener(self, references),
-            reduced=_Opener(self, references),
+            opener,
+            reduced=opener,
             negatives=_hard_negatives(negatives),
             regions=(lambda index: regions.get(index, ())) if regions else None,
+            stamp=opener.stamp,
             notes=dict(notes),
         )
 
@@ -198,6 +202,22 @@ class _Opener:
 
     def __call__(self, index: int, at_least: int | Callable[[int, int], int] | None = None) -> Image:
         return self.source.open(self.references[index], at_least)
+
+    def stamp(self) -> str:
+        """Names, sizes and times of change of the files; of pictures within other files, their sizes."""
+        digest = hashlib.sha256(json.dumps([list(self.source.background), self.source.max_pixels]).encode())
+        for reference in self.references:
+            found = self.source.reader.open(reference)
+            if isinstance(found, bytes):
+                told = str(len(found))
+            else:
+                try:
+                    status = os.stat(found)
+                    told = f"{status.st_size} {status.st_mtime_ns}"
+                except OSError:
+                    told = "missing"
+            digest.update(f"{reference}\0{told}\n".encode("utf-8", "surrogatepass"))
+        return digest.hexdigest()[:16]
 
 
 def merged(records: Iterable[Record]) -> Iterator[Record]:

@@ -87,6 +87,7 @@ class Split:
         positives: (P, 2) (caption, image) pairs that are true; own pairs are added. None: own pairs alone.
         negatives: the data's own hard negatives.
         regions: gives the regions known in picture ``index``.
+        stamp: gives a text that changes when the pictures' files do; None: there are no files.
         notes: counts worth telling (captions left out, pictures without captions), for reports.
     """
 
@@ -102,6 +103,7 @@ class Split:
         positives: np.ndarray | None = None,
         negatives: HardNegatives | None = None,
         regions: Callable[[int], tuple[Region, ...]] | None = None,
+        stamp: Callable[[], str] | None = None,
         notes: dict[str, int] | None = None,
     ) -> None:
         self.name = name
@@ -113,6 +115,7 @@ class Split:
         self._picture = picture
         self._reduced = reduced
         self._regions = regions
+        self._stamp = stamp
         self._check()
         own = np.stack([np.arange(len(captions), dtype=np.int64), self.caption_image], axis=1)
         self.positives = own if positives is None else _unique_pairs(own, positives, len(captions), len(image_ids))
@@ -155,6 +158,10 @@ class Split:
         """The things known to be at places of picture ``index``; none for most sets."""
         return self._regions(index) if self._regions is not None else ()
 
+    def stamp(self) -> str:
+        """A text that changes when the pictures' files do. What was made of the pictures is stale then."""
+        return self._stamp() if self._stamp is not None else ""
+
     @cached_property
     def captions_of_image(self) -> np.ndarray:
         """(N + 1,) int64 offsets: image i has the captions ``offsets[i]:offsets[i + 1]``, maybe none."""
@@ -196,6 +203,7 @@ class Split:
             positives=np.concatenate([self.positives, *extra]),
             negatives=self.negatives,
             regions=self._regions,
+            stamp=self._stamp,
             notes=self.notes,
         )
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from vlretrieval.data.splits import Split
 from vlretrieval.data.tokenizers import Tokenizer
@@ -17,22 +16,21 @@ from vlretrieval.evaluation.eccv_caption import GroundTruth
 from vlretrieval.evaluation.embedding_files import EmbeddingSet
 from vlretrieval.evaluation.encode import Images, Tell, Texts, encode_images, encode_texts, evaluating, silent
 from vlretrieval.evaluation.further import further_figures
-from vlretrieval.evaluation.hard_negatives import NegativePairs, accuracies, draw_negatives
+from vlretrieval.evaluation.hard_negatives import accuracies
 from vlretrieval.evaluation.inputs import Inputs, Transform
+from vlretrieval.evaluation.matching import match_shortlists, score_examples, score_negatives
 from vlretrieval.evaluation.outcome import Evaluation, Gallery, Shortlists, Stages, joined
 from vlretrieval.evaluation.protocols import PROTOCOLS, Protocol, part
-from vlretrieval.evaluation.rerank import NOISE, fuse, rerank, score_pairs, unique_pairs
+from vlretrieval.evaluation.rerank import fuse, rerank
 from vlretrieval.evaluation.sharing import Processes
-from vlretrieval.evaluation.shortlist import shortlist
-from vlretrieval.evaluation.suites.winoground import PairedSplit, paired_figures
+from vlretrieval.evaluation.suites.winoground import PairedSplit
 from vlretrieval.metrics.ranks import Ranks, rank_both
 from vlretrieval.metrics.recall import Fold, both_directions, recall_at
-from vlretrieval.metrics.scores import IntArray, pair_scores
+from vlretrieval.metrics.scores import IntArray
 
 Floats = npt.NDArray[np.float64]
 
 WEIGHTS = (None, *(round(0.1 * 2 ** (step / 2), 3) for step in range(13)))  # tried by choose_weight, 0.1 to 6.4
-COSINE_NOISE = 1e-6  # the same text in another batch: its cosine moves by about so much in float32
 
 
 @dataclass(frozen=True)
@@ -211,37 +209,6 @@ def stage_figures(galleries: Sequence[Gallery], ranks: Sequence[Stages], setting
     }
 
 
-def match_shortlists(
-    model: Any,
-    gallery: Gallery,
-    top_k: int,
-    device: torch.device,
-    processes: Processes = Processes(),  # noqa: B008  (frozen)
-    tell: Tell = silent,
-) -> Shortlists:
-    """Both directions' shortlists and the matching logits of their pairs, each pair scored once."""
-    images, texts, positives = gallery.images, gallery.texts, gallery.split.positives
-    images_of, _ = shortlist(texts.embedding, images.embedding, top_k, positives)
-    turned = positives[:, ::-1][np.lexsort((positives[:, 0], positives[:, 1]))]
-    texts_of, _ = shortlist(images.embedding, texts.embedding, top_k, turned)
-    count = len(texts.embedding)
-    each_text, each_image = np.arange(count)[:, None], np.arange(len(images.embedding))[:, None]
-    pairs = unique_pairs(images_of, texts_of, count)
-    logits = score_pairs(model, images, texts, pairs // count, pairs % count, device, processes=processes, tell=tell)
-
-    def look_up(image: IntArray, text: IntArray) -> tuple[Floats, Floats]:
-        image, text = np.broadcast_arrays(image, text)
-        cosine = pair_scores(texts.embedding, images.embedding, text.reshape(-1), image.reshape(-1)).reshape(
-            image.shape
-        )
-        return cosine, logits[np.searchsorted(pairs, image * count + text)]
-
-    return Shortlists(
-        (images_of, *look_up(images_of, each_text)),
-        (texts_of, *look_up(each_image, texts_of)),
-    )
-
-
 def reranked(
     first: tuple[Ranks, Ranks], shortlists: Shortlists, positives: IntArray, logit_scale: float, weight: float | None
 ) -> tuple[Ranks, Ranks]:
@@ -283,70 +250,3 @@ def choose_weight(
         return sum(recall_at(ranks, k) for ranks in ways for k in settings.ks)
 
     return max(grid, key=rsum)
-
-
-def score_negatives(
-    model: Any,
-    inputs: Inputs,
-    images: Images,
-    texts: Texts,
-    settings: Settings,
-    device: torch.device,
-    processes: Processes,
-    tell: Tell = silent,
-) -> NegativePairs:
-    """The split's hard negatives, by cosine and (where the model has the heads) by matching logit."""
-    split = inputs.split
-    rows = draw_negatives(split.negatives, settings.negatives_per_kind, settings.seed)
-    caption = split.negatives.caption[rows]
-    image = split.caption_image[caption]  # never goes down: captions and their negatives are grouped by image
-    heads = model.crossmodal is not None
-    packed = inputs.tokens([split.negatives.texts[row] for row in rows])
-    false = encode_texts(
-        model, inputs, packed, device, batch_size=4 * settings.batch_size, tokens=heads, processes=processes,
-        name="hard negative", tell=tell,
-    )  # fmt: skip
-    scores = {
-        "cosine": (
-            pair_scores(texts.embedding, images.embedding, caption, image),
-            pair_scores(false.embedding, images.embedding, np.arange(len(rows)), image) + COSINE_NOISE,
-        )
-    }
-    if heads:
-        asked, at = np.unique(caption, return_inverse=True)
-        true = score_pairs(
-            model, images, texts, split.caption_image[asked], asked, device, processes=processes, tell=tell
-        )
-        wrong = score_pairs(model, images, false, image, np.arange(len(rows)), device, processes=processes, tell=tell)
-        scores["match"] = (true[at], wrong + NOISE * np.maximum(1, np.abs(wrong)))
-    kinds = np.array([split.negatives.kinds[row] for row in rows])
-    return NegativePairs(kinds, image, {name: true > wrong for name, (true, wrong) in scores.items()})
-
-
-def score_examples(
-    model: Any,
-    images: Images,
-    texts: Texts,
-    tags: list[str],
-    settings: Settings,
-    device: torch.device,
-    processes: Processes,
-) -> dict[str, Any]:
-    """Winoground's three scores, by cosine and (where the model has the heads) by matching logit."""
-    options: dict[str, Any] = {"replicates": settings.bootstrap, "seed": settings.seed}
-    found = {
-        "cosine": paired_figures(
-            lambda image, text: pair_scores(images.embedding, texts.embedding, image, text),
-            tags,
-            noise=COSINE_NOISE,
-            **options,
-        )
-    }
-    if model.crossmodal is not None:
-        found["match"] = paired_figures(
-            lambda image, text: score_pairs(model, images, texts, image, text, device, processes=processes),
-            tags,
-            noise=NOISE,
-            **options,
-        )
-    return found

@@ -16,8 +16,9 @@ import numpy as np
 import torch
 
 from vlretrieval.evaluation.encode import encode_images, encode_texts, evaluating
-from vlretrieval.evaluation.evaluate import match_shortlists, reranked
+from vlretrieval.evaluation.evaluate import reranked
 from vlretrieval.evaluation.inputs import Inputs
+from vlretrieval.evaluation.matching import match_shortlists
 from vlretrieval.evaluation.outcome import Gallery, Shortlists
 from vlretrieval.metrics.ranks import rank_both
 from vlretrieval.metrics.recall import recall_at

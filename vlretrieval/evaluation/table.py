@@ -11,21 +11,22 @@ STAGES = {"first_stage": "first stage", "reranked": "re-ranked"}
 WAYS = {"t2i": "text to image", "i2t": "image to text"}
 
 
+def with_interval(value: float, low_high: list[float] | None, sign: str = "") -> str:
+    """A cell: the value, and below it its interval."""
+    return f"{value:{sign}.1f}" + (f"\n[{low_high[0]:{sign}.1f}, {low_high[1]:{sign}.1f}]" if low_high else "")
+
+
 def recall_rows(figures: dict[str, Any], ks: list[int]) -> list[list[str]]:
-    """One row a stage and direction: R@k with intervals, median and mean rank, MRR, rsum."""
+    """One row a stage and direction: R@k with intervals, median and mean rank, rsum."""
     rows = []
     for stage, stage_name in STAGES.items():
         if stage not in figures:
             continue
         for way, way_name in WAYS.items():
             found = figures[stage][way]
-            cells = [stage_name, way_name]
-            for k in ks:
-                low_high = found.get("interval", {}).get(f"R@{k}")
-                cells.append(
-                    f"{found[f'R@{k}']:.1f}" + (f" [{low_high[0]:.1f}, {low_high[1]:.1f}]" if low_high else "")
-                )
-            cells += [f"{found['median_rank']:g}", f"{found['mean_rank']:.1f}", f"{found['MRR']:.3f}"]
+            cells = [f"{stage_name}\n{way_name}"]
+            cells += [with_interval(found[f"R@{k}"], found.get("interval", {}).get(f"R@{k}")) for k in ks]
+            cells += [f"{found['median_rank']:g}\n{found['mean_rank']:.1f}"]
             cells.append(f"{figures[stage]['rsum']:.1f}" if way == "i2t" else "")
             rows.append(cells)
     return rows
@@ -79,21 +80,16 @@ def negative_rows(negatives: dict[str, Any]) -> list[list[str]]:
     for kind, found in negatives.items():
         cells = [kind, str(found["pairs"])]
         for name, value in (("cosine", "accuracy"), ("match", "accuracy"), ("difference", "points")):
-            if name not in found:
-                cells.append("")
-                continue
             sign = "+" if name == "difference" else ""
-            low_high = found[name].get("interval")
-            cells.append(
-                f"{found[name][value]:{sign}.1f}"
-                + (f" [{low_high[0]:{sign}.1f}, {low_high[1]:{sign}.1f}]" if low_high else "")
-            )
+            there = name in found
+            cells.append(with_interval(found[name][value], found[name].get("interval"), sign) if there else "")
         rows.append(cells)
     return rows
 
 
 def print_figures(figures: dict[str, Any]) -> None:
-    """Everything a run of ``vlretrieval-evaluate`` says."""
+    """Everything a run of ``vlretrieval-evaluate`` says; the tables fit 80 columns."""
+    from rich import box
     from rich.console import Console
     from rich.table import Table
 
@@ -101,17 +97,17 @@ def print_figures(figures: dict[str, Any]) -> None:
     ks = figures["protocol"]["ks"]
 
     def show(title: str, heads: list[str], rows: list[list[str]], words: int) -> None:
-        table = Table(title=title, title_justify="left")
+        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
         for place, head in enumerate(heads):
             table.add_column(head, justify="left" if place < words else "right", no_wrap=True)
         for row in rows:
             table.add_row(*row)
         console.print(table)
 
-    heads = ["", "", *[f"R@{k}, %" for k in ks], "median rank", "mean rank", "MRR", "rsum"]
+    heads = ["", *[f"R@{k}, %" for k in ks], "median\nmean", "rsum"]
     interval = " with 95 % intervals" if figures["protocol"]["intervals"]["replicates"] else ""
     folds = figures["protocol"]["name"].partition(", ")[2]
-    show(f"Recall{interval}{', ' + folds if folds else ''}", heads, recall_rows(figures, ks), 2)
+    show(f"Recall{interval}{', ' + folds if folds else ''}", heads, recall_rows(figures, ks), 1)
     if "hard_negatives" in figures:
         heads = ["kind of fault", "pairs", "cosine, %", "cross-modal, %", "difference, points"]
         show("Hard negatives: true caption above the false one", heads, negative_rows(figures["hard_negatives"]), 1)

@@ -21,6 +21,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from vlretrieval.metrics.counting import BoolBlock, count_true, where_few
 from vlretrieval.metrics.scores import Embeddings, IntArray, pair_scores, row_norms, rows_float32
 
 TieRule = Literal["pessimistic", "expected", "optimistic"]
@@ -28,7 +29,6 @@ TieRule = Literal["pessimistic", "expected", "optimistic"]
 BLOCK = 1024
 TIE = 1e-12  # scores this close, relative to the two norms, are one score: double precision is good for 1e-13 here
 DENSE = 0.01  # share of a block's scores in doubt from which the whole block is done again in double precision
-BoolBlock = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +270,7 @@ class _Side:
             self.above[chosen] += count_true((distance > 0) & ~level, 1 - axis) - surely_above
             self.tied[chosen] += count_true(level, 1 - axis)
             return
-        text_at, image_at = np.divmod(_where(np.not_equal(near, sure, out=near)), scores.shape[1])
+        text_at, image_at = np.divmod(where_few(np.not_equal(near, sure, out=near)), scores.shape[1])
         probe = text_at if axis == 0 else image_at
         if axis == 0:
             text_at = rows[probe]
@@ -280,36 +280,3 @@ class _Side:
         level = np.abs(distance) <= reach[probe]
         self.above[chosen] += np.bincount(probe[(distance > 0) & ~level], minlength=len(rows))
         self.tied[chosen] += np.bincount(probe[level], minlength=len(rows))
-
-
-def _where(mask: BoolBlock) -> IntArray:
-    """Flat indices of the True entries of a contiguous mask that has few of them: eight bytes looked at at once."""
-    flat = mask.reshape(-1)
-    if flat.size % 8:
-        return np.flatnonzero(flat)
-    words = np.flatnonzero(flat.view(np.uint64))
-    word, byte = np.nonzero(flat.reshape(-1, 8)[words])
-    return words[word] * 8 + byte
-
-
-def count_true(mask: BoolBlock, axis: int) -> IntArray:
-    """How many are True along ``axis`` of a 2-D mask; several times faster than ``mask.sum(axis)``.
-
-    Bytes are added as bytes, at most 255 of them before they are widened, eight to a machine word where rows allow.
-    """
-    rows, columns = mask.shape
-    if not mask.flags.c_contiguous:
-        return np.count_nonzero(mask, axis=axis).astype(np.int64)
-    if axis == 0:
-        total = np.zeros(columns, dtype=np.int64)
-        for start in range(0, rows, 255):
-            total += np.add.reduce(mask[start : start + 255].view(np.uint8), axis=0, dtype=np.uint8)
-        return total
-    total = np.zeros(rows, dtype=np.int64)
-    if columns % 8:
-        return np.count_nonzero(mask, axis=1).astype(np.int64)
-    words = mask.view(np.uint64)  # (rows, columns / 8), eight counters of a byte each
-    for start in range(0, words.shape[1], 255):
-        lanes = np.add.reduce(words[:, start : start + 255], axis=1)
-        total += lanes.view(np.uint8).reshape(rows, 8).sum(1, dtype=np.int64)
-    return total

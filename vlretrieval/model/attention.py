@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -85,7 +86,7 @@ def attention_weights(query: Tensor, key: Tensor, mask: Tensor | None = None, *,
     A row that may attend to no key is 0, as in :func:`attend`. Memory O(B H Lq Lk): for looking, not for training.
     """
     key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-    with torch.autocast(query.device.type, enabled=False):
+    with full_precision(query.device):
         scores = (query.float() @ key.float().mT) / math.sqrt(query.shape[-1])
     if causal:
         allowed = _causal(query.shape[-2], key.shape[-2], query.device)
@@ -94,6 +95,12 @@ def attention_weights(query: Tensor, key: Tensor, mask: Tensor | None = None, *,
         return scores.softmax(-1)
     # softmax over a row of -inf is NaN; the fused kernels give 0 there, and looking must not change what is seen
     return scores.masked_fill(~mask, -math.inf).softmax(-1).masked_fill(~mask, 0.0)
+
+
+def full_precision(device: torch.device) -> AbstractContextManager:
+    """No autocast inside; nothing where there is none (the meta device)."""
+    available = torch.amp.is_autocast_available(device.type)
+    return torch.autocast(device.type, enabled=False) if available else nullcontext()
 
 
 def _causal(queries: int, keys: int, device: torch.device) -> Tensor:

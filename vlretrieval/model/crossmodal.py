@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from vlretrieval.model.attention import KeyValue, MultiHeadAttention
+from vlretrieval.model.attention import KeyValue, MultiHeadAttention, full_precision
 from vlretrieval.model.positions import Positions
 from vlretrieval.model.transformer import Block, Transformer, pool_tokens
 
@@ -208,7 +208,7 @@ class JointHead(nn.Module):
 
 def _logit(linear: nn.Linear, pooled: Tensor) -> Tensor:
     """(B, dim) -> (B,) float32 under autocast too: logits rank a shortlist, and in bfloat16 they would tie."""
-    with torch.autocast(pooled.device.type, enabled=False):
+    with full_precision(pooled.device):
         return F.linear(pooled.float(), linear.weight.float(), linear.bias.float()).squeeze(-1)
 
 

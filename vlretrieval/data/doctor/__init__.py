@@ -1,4 +1,4 @@
-"""The data doctor: one pass over a set: what is broken, doubled, leaked or too long; and a list of what to leave out."""
+"""The data doctor: one pass over a set: what is broken, doubled, leaked, too long; and what to leave out."""
 
 from vlretrieval.data.doctor.examine import Finding, Report, examine
 

@@ -37,7 +37,9 @@ def verdict(report: Report) -> str:
     pictures = sum(size[0] for size in report.sizes.values())
     captions = sum(size[1] for size in report.sizes.values())
     faults, notes = report.faults, len(report.findings) - report.faults
-    kinds = f"{faults or 'no'} kind{'s' * (faults != 1)} of fault, {notes or 'no'} kind{'s' * (notes != 1)} worth knowing"
+    kinds = (
+        f"{faults or 'no'} kind{'s' * (faults != 1)} of fault, {notes or 'no'} kind{'s' * (notes != 1)} worth knowing"
+    )
     return f"{pictures:,} pictures and {captions:,} captions: {kinds}; {len(report.fixes)} entries for a fix list."
 
 
@@ -45,7 +47,8 @@ def _section(finding: Finding, thumbnails: dict[int, bytes]) -> str:
     figures = "".join(_figure(line, indices, thumbnails) for line, indices in finding.examples)
     rest = finding.count - len(finding.examples)
     more = f'<p class="more">and {rest:,} more' if rest > 0 else ""
-    return f'<section class="{finding.weight}"><h2>{escape(finding.title)}: {finding.count:,}</h2>{figures}{more}</section>'
+    head = f"<h2>{escape(finding.title)}: {finding.count:,}</h2>"
+    return f'<section class="{finding.weight}">{head}{figures}{more}</section>'
 
 
 def _figure(line: str, indices: tuple[int, ...], thumbnails: dict[int, bytes]) -> str:

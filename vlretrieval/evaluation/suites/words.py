@@ -19,8 +19,7 @@ _NOUNS = {
         "motorcycle/motorbike"
     ),
     "food": (
-        "pizza sandwich/burger/hamburger/hotdog cake/cupcake banana apple orange carrot broccoli donut/doughnut "
-        "salad soup"
+        "pizza sandwich/burger/hamburger/hotdog cake/cupcake banana apple carrot broccoli donut/doughnut salad soup"
     ),
     "furniture": "chair/stool/armchair table/desk/counter bed couch/sofa bench",
     "thing": (
@@ -29,7 +28,7 @@ _NOUNS = {
     ),
     "board": "skateboard surfboard snowboard ski/skis sled",
     "worn": (
-        "hat/cap/helmet/hood shirt/sweater/jacket/coat/tshirt/t-shirt/top/blouse dress/skirt "
+        "hat/cap/helmet/hood shirt/sweater/jacket/coat/tshirt/t-shirt/blouse dress/skirt "
         "shoe/boot/sneaker/sandal glove/mitten"
     ),
     "place": (
@@ -61,7 +60,15 @@ _OPPOSITES = (
 SYMMETRIC = frozenset(
     "and or with together near beside next to by along alongside others other both meets meet meeting touching".split()
 )
-AFTER_A_THING = frozenset(". , ; in on at by near under behind beside next outside inside with while as during".split())
+AFTER_A_THING = frozenset(". , ; in on at by near under behind beside next outside inside while during".split())
+# After these a noun before them is half of one: "football team", "monkey bars".
+TAILS = frozenset(
+    "player players team teams game match court field bars carriage tennis park ride seat rack top owner trick show "
+    "race stop station track stand rider riders suit gear".split()
+)
+# Words that say of a person which sex it is.
+SEXED = frozenset("he she his her him hers himself herself mother father son daughter wife husband".split())
+_OTHER_SEX = {"man": ("woman", "girl"), "boy": ("girl", "woman"), "woman": ("man", "boy"), "girl": ("boy", "man")}
 FILLERS = frozenset("a an the one two three four five several some many his her their its".split())
 
 
@@ -107,3 +114,16 @@ def is_plural(word: str) -> bool:
 def means_the_same(one: str, other: str) -> bool:
     """Whether two known nouns may name one thing."""
     return NOUN_MEANING[one] == NOUN_MEANING[other]
+
+
+def replacements(noun: str) -> tuple[str, ...]:
+    """What may stand for a known noun: others of its class; for a person those of the other sex alone."""
+    if NOUN_CLASS[noun] == "person":
+        return _OTHER_SEX.get(NOUN_MEANING[noun], ())
+    return tuple(other for other in NOUNS_OF[NOUN_CLASS[noun]] if other != NOUN_MEANING[noun])
+
+
+def alike(one: str, other: str) -> bool:
+    """Whether two known nouns can take each other's place: of one class, or both alive."""
+    classes = {NOUN_CLASS[one], NOUN_CLASS[other]}
+    return len(classes) == 1 or classes == {"person", "animal"}

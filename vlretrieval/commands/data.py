@@ -1,0 +1,107 @@
+"""Convert, examine and cache data sets: convert, doctor, cache."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from vlretrieval.commands.launch import USER_ERROR, command
+
+
+@command("data_convert")
+def convert(cfg: DictConfig) -> None:
+    """Write a data set in another format."""
+    from vlretrieval.data.convert import convert as run
+
+    done = run(records_of(cfg), cfg.to, cfg.output, per_shard=cfg.per_shard, progress=bar("pictures"))
+    print(f"{done.records} records written to {cfg.output}")
+
+
+@command("data_doctor")
+def doctor(cfg: DictConfig) -> None:
+    """Look at every picture and caption once."""
+    from hydra.utils import instantiate
+
+    from vlretrieval.data.doctor import examine
+    from vlretrieval.data.doctor.page import page, summary
+    from vlretrieval.data.exclude import write_fix_list
+
+    tokenizer = instantiate(cfg.tokenizer) if cfg.tokenizer is not None else None
+    report = examine(records_of(cfg), tokenizer=tokenizer, longest_words=cfg.longest_words, progress=bar("pictures"))
+    folder = Path(cfg.output)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "report.html").write_text(page(report, "Data doctor"), encoding="utf-8")
+    write_fix_list(folder / "fix_list.jsonl", report.fixes)
+    print(summary(report))
+    print(f"\npage: {folder / 'report.html'}\nfix list: {folder / 'fix_list.jsonl'} (take it with data.exclude=FILE)")
+
+
+@command("data_cache")
+def cache(cfg: DictConfig) -> None:
+    """Decode and resize the pictures once."""
+    from vlretrieval.data.cache import write_cache
+    from vlretrieval.data.transforms import EvalTransform
+
+    source = records_of(cfg)
+    for name in cfg.splits:
+        path = write_cache(source.split(name), EvalTransform(cfg.size, cfg.resize), cfg.output)
+        print(f"{path}: {path.stat().st_size / 1e6:.1f} MB")
+
+
+def records_of(cfg: DictConfig) -> Any:
+    """The data set's source."""
+    from hydra.utils import instantiate
+
+    from vlretrieval.data.records import Records
+
+    if cfg.data is None:
+        raise ValueError("no data set is given; choose one, as data=karpathy data.json=FILE data.images=DIR")
+    source = instantiate(OmegaConf.to_container(cfg.data, resolve=True)["source"])  # type: ignore[index, call-overload]
+    if not isinstance(source, Records):
+        raise ValueError("this data set has no files: it is drawn anew each time")
+    return source
+
+
+def bar(what: str) -> Any:
+    """A progress bar for a terminal; elsewhere nothing."""
+
+    def shown(items: Iterable[Any], total: int) -> Iterator[Any]:
+        from rich.console import Console
+        from rich.progress import track
+
+        console = Console(stderr=True)
+        if not console.is_terminal:
+            yield from items
+            return
+        yield from track(items, total=total, description=what, console=console)
+
+    return shown
+
+
+VERBS = {"convert": convert, "doctor": doctor, "cache": cache}
+
+
+def main() -> None:
+    """``vlretrieval-data VERB key=value ...``"""
+    words = sys.argv[1:]
+    if not words or words[0] in ("-h", "--help"):
+        print("vlretrieval-data VERB key=value ...; vlretrieval-data VERB --help shows its keys\n")
+        for name, verb in VERBS.items():
+            print(f"  {name:<9} {(verb.__doc__ or '').splitlines()[0]}")
+        return
+    if words[0] not in VERBS:
+        guess = difflib.get_close_matches(words[0], VERBS, n=1)
+        hint = f"did you mean {guess[0]}?" if guess else f"there are {', '.join(VERBS)}"
+        print(f"vlretrieval-data: error: no verb {words[0]!r}; {hint}", file=sys.stderr)
+        raise SystemExit(USER_ERROR)
+    sys.argv = [sys.argv[0], *words[1:]]
+    VERBS[words[0]]()
+
+
+if __name__ == "__main__":
+    main()
