@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from pathlib import Path
 from typing import Any, TextIO
@@ -22,7 +23,7 @@ class Stdout(logging.StreamHandler):
         logging.Handler.__init__(self)
 
     @property
-    def stream(self) -> TextIO:  # type: ignore[override]
+    def stream(self) -> TextIO:
         return sys.stdout
 
     @stream.setter
@@ -63,8 +64,8 @@ class OneLine(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)
-        if record.name == "py.warnings":
-            text = "warning: " + text.split("\n")[0].partition("Warning: ")[2]
+        if record.name == "py.warnings":  # "file.py:3: UserWarning: text", or Lightning's "file.py:3: text"
+            text = "warning: " + re.sub(r"^\S+:\d+: (\w+: )?", "", text.strip()).splitlines()[0]
         return text
 
 
