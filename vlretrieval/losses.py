@@ -132,7 +132,7 @@ def _or_diagonal(positives: Tensor | None, logits: Tensor) -> Tensor:
 class HardNegatives(NamedTuple):
     """``index`` (B, K) int64: the negatives drawn for each row; ``drawn`` (B,) bool: False where a row has none."""
 
-    index: Tensor
+    index: Tensor  # type: ignore[assignment]  # the tuple's own method is not needed
     drawn: Tensor
 
 

@@ -103,9 +103,9 @@ def nearest(key: str, known: list[str]) -> list[str]:
     block, _, name = key.rpartition(".")
     here = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == block}
     close = [here[n] for n in difflib.get_close_matches(name, here, n=2, cutoff=0.6)]
-    # The right name in the wrong block: optimizer.weight_decay for trainer.weight_decay.
+    # The right name in the wrong block, optimizer.weight_decay for trainer.weight_decay, is the better guess.
     same = [k for k in known if k.rpartition(".")[2] == name]
-    return (close or same or difflib.get_close_matches(key, known, n=2, cutoff=0.7))[:2]
+    return (same or close or difflib.get_close_matches(key, known, n=2, cutoff=0.7))[:2]
 
 
 def unknown_option(path: str, conf_dir: Path) -> str:

@@ -40,8 +40,8 @@ class RetrievalModel(nn.Module):
         self.image_encoder, self.text_encoder = image_encoder, text_encoder
         self.crossmodal = crossmodal if crossmodal else None
         self.embed_dim = embed_dim
-        self.image_projection = nn.Linear(image_encoder.dim, embed_dim, bias=False)
-        self.text_projection = nn.Linear(text_encoder.dim, embed_dim, bias=False)
+        self.image_projection = nn.Linear(image_encoder.dim, embed_dim, bias=False)  # type: ignore[arg-type]
+        self.text_projection = nn.Linear(text_encoder.dim, embed_dim, bias=False)  # type: ignore[arg-type]
         for projection in (self.image_projection, self.text_projection):
             nn.init.normal_(projection.weight, std=projection.in_features**-0.5)
         self.log_logit_scale = nn.Parameter(torch.tensor(math.log(init_logit_scale)))

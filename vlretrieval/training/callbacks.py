@@ -46,10 +46,11 @@ class Validation(Callback):
         figures: Mapping[str, float] = {}
         if trainer.is_global_zero:
             module.eval()
-            average = module.average
+            average: Any = module.average
             # before inference mode: weights copied within it could not be trained
-            with average.in_place_of(module.model) if average else nullcontext(), torch.inference_mode():
-                figures = self.measure(module.model)
+            model: Any = module.model
+            with average.in_place_of(model) if average else nullcontext(), torch.inference_mode():
+                figures = self.measure(model)
             module.train()
         if trainer.world_size > 1:
             figures = trainer.strategy.broadcast(dict(figures))
@@ -119,11 +120,12 @@ class Checkpoints(Checkpoint):
             self.save(trainer)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        value = trainer.callback_metrics.get(self.monitor)
-        measured = value is not None and self._fresh(trainer)
+        found = trainer.callback_metrics.get(self.monitor)
+        value = float("nan") if found is None else float(found)
+        measured = found is not None and self._fresh(trainer)
         before = self.best_value, self.best_step
-        if measured and self._better(float(value)):
-            self.best_value, self.best_step = float(value), trainer.global_step
+        if measured and self._better(value):
+            self.best_value, self.best_step = value, trainer.global_step
         saved = self.save(trainer)
         if not saved:
             self.best_value, self.best_step = before
@@ -155,7 +157,8 @@ class Checkpoints(Checkpoint):
 
     def _fresh(self, trainer: pl.Trainer) -> bool:
         """Whether the metric was measured in this very epoch, and is not left from an earlier one."""
-        validation = next(c for c in trainer.callbacks if isinstance(c, Validation))
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        validation = next(c for c in callbacks if isinstance(c, Validation))
         epoch = trainer.current_epoch + 1
         return epoch % validation.every_n_epochs == 0 or epoch == trainer.max_epochs or trainer.should_stop
 

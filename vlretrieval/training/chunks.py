@@ -29,11 +29,11 @@ def recomputed(function: Callable[..., Encoded], size: int | None, *rows: Tensor
     parts = [
         checkpoint(function, *(tensor[run] for tensor in rows), use_reentrant=False) for run in runs(len(rows[0]), size)
     ]
-    masks = [part.mask for part in parts]
+    masks = [part.mask for part in parts if part.mask is not None]
     return Encoded(
         torch.cat([part.embedding for part in parts]),
         torch.cat([part.tokens for part in parts]),
-        None if masks[0] is None else torch.cat(masks),
+        torch.cat(masks) if masks else None,
     )
 
 

@@ -88,7 +88,8 @@ def adamw(
 ) -> Optimizer:
     """AdamW over :func:`parameter_groups`, fused (4 to 5 times cheaper than the default on a CPU)."""
     groups = parameter_groups(model, lr=lr, weight_decay=weight_decay, rates=rates, layer_decay=layer_decay)
-    return torch.optim.AdamW(groups, lr=lr, betas=tuple(betas), eps=eps, fused=True)
+    first, second = betas
+    return torch.optim.AdamW(groups, lr=lr, betas=(first, second), eps=eps, fused=True)
 
 
 def warmup_cosine(optimizer: Optimizer, total_steps: int, *, warmup: float = 0.05, floor: float = 0.0) -> LambdaLR:
