@@ -32,7 +32,7 @@ step "1 of 4: train ($run)"
 vlretrieval-train experiment=quickstart "name=$name" "${train[@]}"
 
 step "2 of 4: evaluate on scenes it has not seen"
-vlretrieval-evaluate "checkpoint=$run/checkpoints/best.ckpt"
+vlretrieval-evaluate "checkpoint=$run/checkpoints/best.ckpt" rerank.weight=val
 
 step "3 of 4: export"
 vlretrieval-export "checkpoint=$run/checkpoints/best.ckpt" "output=$run/export"
