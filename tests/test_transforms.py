@@ -17,7 +17,7 @@ from vlretrieval.data.pictures import FilePictures, MemoryPictures, decode_all
 from vlretrieval.data.sides import names_a_side
 from vlretrieval.data.splits import Split
 from vlretrieval.data.tokenizers import BpeTokenizer
-from vlretrieval.data.transforms import EvalTransform, TrainTransform, to_tensor
+from vlretrieval.data.transforms import CropTransform, EvalTransform, TrainTransform, to_tensor
 
 
 def photo(width=90, height=61, seed=0) -> Image.Image:
@@ -124,6 +124,21 @@ def test_turned_pictures_are_asked_by_their_upright_size():
     asked = []
     open_image(encoded(photo(64, 32), "JPEG", exif=exif), at_least=lambda w, h: asked.append((w, h)) or 8)
     assert asked == [(32, 64)]
+
+
+def test_a_plain_crop_is_a_part_of_the_picture_and_every_part_comes_up():
+    pixels = torch.arange(3 * 6 * 7, dtype=torch.uint8).reshape(3, 6, 7)
+    crop, seen = CropTransform(4), set()
+    for key in range(400):
+        cut = crop(pixels, key)
+        top, left = divmod(int(cut[0, 0, 0]), 7)
+        assert torch.equal(cut, pixels[:, top : top + 4, left : left + 4])
+        seen.add((top, left))
+    assert seen == {(top, left) for top in range(3) for left in range(4)}
+    assert torch.equal(CropTransform(4, flip=1.0)(pixels, 5), crop(pixels, 5).flip(-1))
+    assert torch.equal(CropTransform(4, flip=1.0)(pixels, 5, may_flip=False), crop(pixels, 5))
+    with pytest.raises(ValueError, match="a picture of 7 x 6 is too small to cut 8 x 8"):
+        CropTransform(8)(pixels, 0)
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ import os
 import tarfile
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,8 +26,7 @@ class BadShard(ValueError):
     """A tar that is not as it should be; the message names the shard and, where it can, the sample."""
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
+class Member(NamedTuple):
     """A file within a shard."""
 
     name: str
@@ -37,13 +36,17 @@ class Member:
     @property
     def key(self) -> str:
         """The sample's name: up to the first dot of the file name."""
-        folder, _, file = self.name.rpartition("/")
-        return f"{folder}/{file.split('.', 1)[0]}" if folder else file.split(".", 1)[0]
+        return _key_and_extension(self.name)[0]
 
     @property
     def extension(self) -> str:
         """What follows the first dot, in lower case: "jpg", "0.txt", "json"."""
-        return self.name.rpartition("/")[2].partition(".")[2].lower()
+        return _key_and_extension(self.name)[1]
+
+
+def _key_and_extension(name: str) -> tuple[str, str]:
+    dot = name.find(".", name.rfind("/") + 1)
+    return (name, "") if dot < 0 else (name[:dot], name[dot + 1 :].lower())
 
 
 def read_index(shard: str | Path) -> list[Member]:
@@ -58,60 +61,87 @@ def read_index(shard: str | Path) -> list[Member]:
     size = os.path.getsize(shard)
     if size == 0:
         raise BadShard(f"{shard}: empty, 0 bytes")
-    members: list[Member] = []
     with open(shard, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        at = 0
-        long_name: str | None = None
-        long_size: int | None = None
-        while True:
-            header = data[at : at + BLOCK]
-            if len(header) < BLOCK:
-                raise BadShard(f"{shard}: cut at byte {size}, after {_last(members)}")
-            if header == bytes(BLOCK):
-                break
-            kind, length = _read_header(header, shard, at, members)
-            if long_size is not None:
-                length, long_size = long_size, None
-            start = at + BLOCK
-            at = start + -(-length // BLOCK) * BLOCK
-            if start + length > size:
-                raise BadShard(
-                    f"{shard}: cut within {long_name or _name(header)!r}, {start + length - size} bytes are missing"
-                )
-            if kind == b"L":  # GNU: the next member's name
-                long_name = data[start : start + length].rstrip(b"\0").decode("utf-8", "surrogateescape")
-            elif kind == b"x":  # pax: the next member's name, size, ...
-                fields = _pax(data[start : start + length])
-                long_name = fields.get("path", long_name)
-                long_size = int(fields["size"]) if "size" in fields else None
-            elif kind == b"g" or kind == b"5":  # pax for all members; folders
-                long_name = None
-            else:
-                name = (long_name or _name(header)).removeprefix("./")
-                long_name = None
-                if kind not in (b"0", b"\0", b"7"):
-                    raise BadShard(f"{shard}: {name!r} is a link or a device; only plain files belong into a shard")
-                if name.startswith("/") or ".." in PurePosixPath(name).parts:
-                    raise BadShard(f"{shard}: {name!r} points out of the shard")
-                members.append(Member(name, start, length))
+        headers: list[int] = []  # where they begin
+        members: list[Member] = []
+        fault: BadShard | None = None
+        try:
+            _walk(data, size, shard, headers, members)
+        except BadShard as found:
+            fault = found
+        # Sums of all headers at once: a damaged header is told as such, and not by what the walk took it for.
+        _check_sums(data, shard, headers, members)
+        if fault is not None:
+            raise fault
     if not members:
         raise BadShard(f"{shard}: a tar without files")
     return members
 
 
-def _read_header(header: bytes, shard: str | Path, at: int, members: list[Member]) -> tuple[bytes, int]:
-    try:
-        told = int(header[148:156].split(b"\0")[0].strip() or b"0", 8)
-    except ValueError:
-        told = -1
-    # The sum is taken with its own field as blanks.
-    if told != sum(header) - sum(header[148:156]) + 8 * 32:
-        what = "not a tar" if at == 0 else f"damaged at byte {at}, after {_last(members)}"
-        raise BadShard(f"{shard}: {what}")
+def _walk(data: mmap.mmap, size: int, shard: str | Path, headers: list[int], members: list[Member]) -> None:
+    at, nothing = 0, bytes(BLOCK)
+    long_name: str | None = None
+    long_size: int | None = None
+    while True:
+        header = data[at : at + BLOCK]
+        if len(header) < BLOCK:
+            raise BadShard(f"{shard}: cut at byte {size}, after {_last(members)}")
+        if header == nothing:
+            return
+        headers.append(at)
+        kind, length = header[156:157], _length(header, shard, at)
+        if long_size is not None:
+            length, long_size = long_size, None
+        start = at + BLOCK
+        at = start + -(-length // BLOCK) * BLOCK
+        if start + length > size:
+            name, missing = long_name or _name(header), start + length - size
+            raise BadShard(f"{shard}: cut within {name!r}, {missing} bytes are missing")
+        if kind == b"0" or kind == b"\0" or kind == b"7":
+            name = long_name or _name(header)
+            long_name = None
+            if name[:2] == "./":
+                name = name[2:]
+            if name[:1] == "/" or (".." in name and ".." in PurePosixPath(name).parts):
+                raise BadShard(f"{shard}: {name!r} points out of the shard")
+            members.append(Member(name, start, length))
+        elif kind == b"L":  # GNU: the next member's name
+            long_name = data[start : start + length].rstrip(b"\0").decode("utf-8", "surrogateescape")
+        elif kind == b"x":  # pax: the next member's name, size, ...
+            fields = _pax(data[start : start + length])
+            long_name = fields.get("path", long_name)
+            long_size = int(fields["size"]) if "size" in fields else None
+        elif kind == b"g" or kind == b"5":  # pax for all members; folders
+            long_name = None
+        else:
+            name = long_name or _name(header)
+            raise BadShard(f"{shard}: {name!r} is a link or a device; only plain files belong into a shard")
+
+
+def _check_sums(data: mmap.mmap, shard: str | Path, headers: list[int], members: list[Member]) -> None:
+    if not headers:
+        return
+    blocks = np.frombuffer(b"".join([data[at : at + BLOCK] for at in headers]), dtype=np.uint8).reshape(-1, BLOCK)
+    # The sum is taken with its own field, bytes 148 to 155, as blanks.
+    sums = blocks.sum(1, dtype=np.int64) - blocks[:, 148:156].sum(1, dtype=np.int64) + 8 * 32
+    for at, total in zip(headers, sums.tolist(), strict=True):
+        try:
+            told = int(data[at + 148 : at + 156].split(b"\0")[0].strip() or b"0", 8)
+        except ValueError:
+            told = -1
+        if told != total:
+            before = [member for member in members if member.start < at]
+            raise BadShard(f"{shard}: " + ("not a tar" if at == 0 else f"damaged at byte {at}, after {_last(before)}"))
+
+
+def _length(header: bytes, shard: str | Path, at: int) -> int:
     field = header[124:136]
     if field[0] & 0x80:  # GNU: a binary number, for more than 8 GB
-        return header[156:157], int.from_bytes(field[1:], "big")
-    return header[156:157], int(field.split(b"\0")[0].strip() or b"0", 8)
+        return int.from_bytes(field[1:], "big")
+    try:
+        return int(field.split(b"\0", 1)[0].strip() or b"0", 8)
+    except ValueError:
+        raise BadShard(f"{shard}: damaged at byte {at}: a member's size is no number") from None
 
 
 def _name(header: bytes) -> str:
@@ -148,16 +178,17 @@ def samples(shard: str | Path, members: list[Member]) -> Iterator[tuple[str, dic
     key: str | None = None
     parts: dict[str, Member] = {}
     for member in members:
-        if member.key != key:
+        its_key, extension = _key_and_extension(member.name)
+        if its_key != key:
             if key is not None:
                 yield key, parts
                 done.add(key)
-            key, parts = member.key, {}
+            key, parts = its_key, {}
             if key in done:
                 raise BadShard(f"{shard}: sample {key!r} occurs twice, or its members do not stand together")
-        if member.extension in parts:
-            raise BadShard(f"{shard}: sample {key!r} has two members {member.extension!r}")
-        parts[member.extension] = member
+        if extension in parts:
+            raise BadShard(f"{shard}: sample {key!r} has two members {extension!r}")
+        parts[extension] = member
     if key is not None:
         yield key, parts
 
