@@ -233,6 +233,7 @@ class MultiHeadAttention(nn.Module):
         )  # (B, H, Lq, D)
         if self.observer is not None:  # computed beside, so that looking cannot change the output
             self.observer(attention_weights(query, kept.key, mask, causal=self.causal))
+        del query, kept  # outside training their memory is free for W_O's output
         if self.gate is not None:
             heads = heads * self.gate.to(heads.dtype)[:, None, None]
         return self.out(heads.transpose(1, 2).flatten(2))  # (B, Lq, H * D) -> (B, Lq, dim)
