@@ -1,5 +1,7 @@
 """Ranks against a slow twin made of lists and sorting, and the traps that have cost others points of recall."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -264,3 +266,16 @@ def test_mrr_and_median_of_known_ranks():
     t2i, _ = rank_both(text, image, [(i, i) for i in range(4)])
     assert t2i.rank().tolist() == [1, 2, 3, 4]
     assert median_rank(t2i) == 2.5 and mean_reciprocal_rank(t2i) == pytest.approx((1 + 1 / 2 + 1 / 3 + 1 / 4) / 4)
+
+
+def test_memory_is_a_few_blocks_whatever_the_gallery():
+    """The full matrix would be 216 MB here, and its order twice that."""
+    rng = np.random.default_rng(0)
+    text, image = rng.standard_normal((9000, 4), np.float32), rng.standard_normal((6000, 4), np.float32)
+    pairs = np.stack([np.arange(9000), np.arange(9000) % 6000], axis=1)
+    rank_both(text[:2000], image, pairs[:2000])
+    tracemalloc.start()
+    rank_both(text, image, pairs)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 64 << 20

@@ -13,6 +13,9 @@ NOISE = (
     "isinstance(treespec, LeafSpec)",  # Lightning's own use of torch
     "`weights_only` was not set",  # our checkpoint reader reads plain data only, whatever is asked
     "num_workers",  # a data set in memory is fastest without workers
+    "sync_dist=True",  # rank 0 measures for all
+    "smaller than the logging interval",
+    "try installing [lit",  # advertisements
 )
 
 
@@ -53,10 +56,14 @@ def quiet_lightning() -> None:
 
 
 def worth_showing(record: logging.LogRecord) -> bool:
-    """Our lines and everyone's warnings, but for what a user can do nothing about."""
-    if any(words in record.getMessage() for words in NOISE):
-        return False
-    return record.levelno >= logging.WARNING or record.name.split(".")[0] in OURS
+    """Our lines and everyone's warnings."""
+    return worth_keeping(record) and (record.levelno >= logging.WARNING or record.name.split(".")[0] in OURS)
+
+
+def worth_keeping(record: logging.LogRecord) -> bool:
+    """All but what a user can do nothing about."""
+    text = record.getMessage()
+    return not any(words in text for words in NOISE)
 
 
 class OneLine(logging.Formatter):
@@ -73,5 +80,6 @@ def log_to_file(path: Path) -> logging.Handler:
     """Send what is logged to a file as well; remove the handler from the root logger to stop."""
     handler = logging.FileHandler(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.addFilter(worth_keeping)
     logging.getLogger().addHandler(handler)
     return handler
