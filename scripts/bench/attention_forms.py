@@ -7,10 +7,12 @@ builds those that can do a case.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from timing import Ratio, Work, paired
 from torch import Tensor, nn
 
 from vlretrieval.model.attention import MultiHeadAttention
@@ -30,6 +32,14 @@ class Case:
     def __str__(self) -> str:
         length = str(self.queries) if self.keys is None else f"{self.queries} -> {self.keys}"
         return f"{self.name}: {length} tokens, {self.dim} wide, {self.heads} heads, batch {self.batch}"
+
+
+CASES = [
+    Case("short text", 64, 32, None, 512, 8),
+    Case("text", 32, 77, None, 512, 8),
+    Case("patches", 32, 197, None, 768, 12),
+    Case("text to patches", 32, 77, 197, 512, 8),
+]
 
 
 class Plain(nn.Module):
@@ -168,3 +178,69 @@ def forms(case: Case, masked: bool) -> dict[str, nn.Module]:
             except ImportError as error:
                 print(f"  {name} is left out: {error}")
     return found
+
+
+def tensors(case: Case, dtype: torch.dtype, device: torch.device, masked: bool = False) -> list[Tensor | None]:
+    """x, context and key_mask; masked items are padded at the end, to half of their length and more."""
+    torch.manual_seed(0)
+    keys = case.keys or case.queries
+    x = torch.randn(case.batch, case.queries, case.dim, dtype=dtype, device=device)
+    context = torch.randn(case.batch, keys, case.dim, dtype=dtype, device=device) if case.keys else None
+    lengths = torch.randint(keys // 2, keys + 1, (case.batch, 1), device=device)
+    return [x, context, torch.arange(keys, device=device) < lengths if masked else None]
+
+
+def inference(form: nn.Module, x: Tensor, context: Tensor | None, key_mask: Tensor | None) -> Work:
+    form.eval()
+    if getattr(form, "length_first", False):
+        x, context = (None if t is None else t.transpose(0, 1).contiguous() for t in (x, context))
+
+    def work() -> None:
+        with torch.inference_mode():
+            form(x, context, key_mask=key_mask)
+
+    return work
+
+
+def training(form: nn.Module, x: Tensor, context: Tensor | None, key_mask: Tensor | None) -> Work:
+    """Forward and backward, to weights and inputs. Gradients lie ready and are added to, as in accumulation."""
+    form.train()
+    if isinstance(form, Floor):
+        return lambda: (form(x), form.backward())
+    if getattr(form, "length_first", False):
+        x, context = (None if t is None else t.transpose(0, 1).contiguous() for t in (x, context))
+    x, context = (None if t is None else t.detach().clone().requires_grad_() for t in (x, context))
+    gradient = torch.randn_like(x)
+
+    def work() -> None:
+        form(x, context, key_mask=key_mask).backward(gradient)
+
+    return work
+
+
+MODES: dict[str, Callable[..., Work]] = {"inference": inference, "training": training}
+
+
+class Bench:
+    """Runs cases and remembers what the goals ask about."""
+
+    def __init__(self, device: torch.device, rounds: int, quick: bool):
+        self.device, self.rounds, self.quick = device, rounds, quick
+        self.found: dict[str, dict[str, Any]] = {}
+        self.goals: list[tuple[bool, str]] = []
+
+    def case(self, case: Case, share: int = 8) -> Case:
+        """A smaller batch for a quick run."""
+        return replace(case, batch=max(1, case.batch // share)) if self.quick else case
+
+    def goal(self, value: float, bound: float, what: str, at_most: bool = False) -> None:
+        met = value <= bound if at_most else value >= bound
+        self.goals.append((met, f"{what}: {value:.2f} (goal {'at most' if at_most else 'at least'} {bound:.2f})"))
+
+    def compare(self, title: str, works: dict[str, Work], rounds: int | None = None) -> dict[str, Ratio]:
+        seconds, ratios = paired(works, rounds or self.rounds, self.device, warm_up=1 if self.quick else 2)
+        print(f"  {title}: {next(iter(works))} {1e3 * seconds:.1f} ms")
+        print("    " + "   ".join(f"{name} {ratio}" for name, ratio in ratios.items()))
+        values = {name: (ratio.median, ratio.low, ratio.high) for name, ratio in ratios.items()}
+        self.found[title] = {"ms": 1e3 * seconds, **values}
+        return ratios
