@@ -17,7 +17,7 @@ from vlretrieval.data.images import open_image
 from vlretrieval.data.tokenizers import pad
 from vlretrieval.data.transforms import eval_transform
 from vlretrieval.deploy import export as export_module
-from vlretrieval.deploy.checkpoint import load_checkpoint
+from vlretrieval.deploy.checkpoint import load_checkpoint, weights_hash
 from vlretrieval.deploy.export import export
 
 
@@ -82,13 +82,19 @@ def test_the_card_carries_the_runs_measured_figures_and_says_when_there_are_none
     path.parent.mkdir(parents=True)
     ways = {way: {"R@1": 61.25, "R@5": 80.0} for way in ("t2i", "i2t")}
     split = {"name": "test", "images": 1000, "captions": 5000, "hash": "abc"}
-    protocol = {"ks": [1, 5], "split": split, "ties": "against the model", "positives": "own pairs"}
+    rerank = {"done": "yes", "weight": 0.5}
+    protocol = {"ks": [1, 5], "split": split, "ties": "against the model", "positives": "own pairs", "rerank": rerank}
     negatives = {"swap_colour": {"pairs": 1200, "cosine": {"accuracy": 55.0}, "match": {"accuracy": 91.5}}}
-    path.write_text(json.dumps({"protocol": protocol, "first_stage": ways, "hard_negatives": negatives}))
+    figures = {"protocol": protocol, "first_stage": ways, "hard_negatives": negatives}
+    weights = weights_hash(load_checkpoint(checkpoint).weights)
+    path.write_text(json.dumps(figures | {"subject": {"weights": weights}}))
     card = (export(checkpoint, tmp_path / "second") / "README.md").read_text()
     assert "| first stage | t2i | 61.2 | 80.0 |" in card and "| swap_colour | 1,200 | 55.0 | 91.5 |" in card
     assert "Split test: 1,000 pictures, 5,000 captions, hash abc; ties count against the model" in card
     assert "model.match(" in card
+    assert vlretrieval.load_model(tmp_path / "second").rerank_weight == 0.5
+    path.write_text(json.dumps(figures | {"subject": {"weights": "of another checkpoint of the run"}}))
+    assert "Not evaluated" in (export(checkpoint, tmp_path / "other") / "README.md").read_text()
     path.write_text("{}")
     with pytest.raises(ValueError, match="not what vlretrieval-evaluate writes"):
         export(checkpoint, tmp_path / "third")

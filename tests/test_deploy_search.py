@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 import vlretrieval
 from vlretrieval.deploy.export import export
-from vlretrieval.deploy.search import find_images, ranked, read_gallery, read_texts, search_images, search_texts
+from vlretrieval.deploy.search import Heads, find_images, ranked, read_gallery, read_texts, search_images, search_texts
+from vlretrieval.evaluation.rerank import fuse
 
 
 @settings(max_examples=50)
@@ -28,7 +29,7 @@ def test_ranking_equals_sorting_by_hand(scores: list[tuple[int, int]], top: int,
     by_hand = sorted(range(len(scores)), key=lambda i: (-scores[i][0], i))
     head = sorted(by_hand[:top_k], key=lambda i: (-scores[i][1], by_hand.index(i)))
     expected = (head + by_hand[top_k:])[:top]
-    hits = ranked([str(i) for i in range(len(scores))], cosines, lambda rows: matches[rows], top, top_k)
+    hits = ranked([str(i) for i in range(len(scores))], cosines, Heads(lambda rows: matches[rows]), top, top_k)
     assert [int(hit.item) for hit in hits] == expected
     assert all((hit.match is not None) == (int(hit.item) in head) for hit in hits)
 
@@ -43,6 +44,18 @@ def test_re_ranking_everything_equals_ranking_by_match(tiny_export: Path, photos
     assert [hit.item for hit in back] == [
         CAPTIONS[i] for i in model.match(gallery.files[:1], CAPTIONS)[0].argsort(descending=True)
     ]
+
+
+def test_both_scores_together_order_as_evaluation_does(tiny_export: Path, photos: Path) -> None:
+    model = vlretrieval.load_model(tiny_export)
+    gallery = read_gallery(model, find_images(photos))
+    cosines = (gallery.embeddings @ model.encode_texts(CAPTIONS[:1])[0]).numpy()
+    logits = model.match(gallery.files, CAPTIONS[:1])[:, 0].numpy()
+    for weight in (0.0, 0.5, 8.0):
+        scores, _ = fuse(cosines[None], logits[None], float(model.model.logit_scale), weight)
+        hits = search_images(model, CAPTIONS[0], gallery, top=5, top_k=5, weight=weight)
+        assert [hit.item for hit in hits] == [str(gallery.files[i]) for i in (-scores[0]).argsort(kind="stable")]
+        assert hits[0].score == pytest.approx(scores[0].max())
 
 
 def test_asking_for_more_than_the_gallery_holds_gives_the_gallery(tiny_export: Path, photos: Path) -> None:
@@ -97,7 +110,7 @@ def test_the_search_command_finds_texts_for_a_picture(
     status, out, _ = run_command(
         "search", f"model={tiny_export}", f"image={photos}/0_red.png", "texts=texts.txt", "top_k=0"
     )
-    assert status == 0 and "ordered by cosine" in out and "match" not in out
+    assert status == 0 and "3 of 3: by cosine" in out and "match" not in out
 
 
 def test_a_dual_encoder_is_searched_by_cosine(
@@ -105,7 +118,7 @@ def test_a_dual_encoder_is_searched_by_cosine(
 ) -> None:
     export(dual_checkpoint, tmp_path / "dual")
     status, out, _ = run_command("search", "model=dual", f"images={photos}", "text=a star")
-    assert status == 0 and "5 of 5: ordered by cosine" in out
+    assert status == 0 and "5 of 5: by cosine" in out
 
 
 def test_a_text_longer_than_the_context_is_cut_and_told(
@@ -127,6 +140,7 @@ def test_a_text_longer_than_the_context_is_cut_and_told(
         (["images=IMAGES", "text=a", "top=0"], "top=0: at least 1"),
         (["images=IMAGES", "text=a", "top_k=-1"], "top_k=-1 is negative"),
         (["images=IMAGES", "text=  "], "text is blank"),
+        (["images=IMAGES", "text=a", "weight=much"], "weight=much is not a number"),
         (["images=IMAGES", "text=a", "model=nowhere"], "model=nowhere: no such folder"),
         (["images=IMAGES", "text=a", "tpo=3"], "no key 'tpo' in the config; did you mean top"),
     ],

@@ -21,8 +21,11 @@ cosines = images @ texts.T
 """
 
 
-def model_card(checkpoint: Checkpoint, weights: dict[str, Tensor], run: Path) -> str:
-    """README.md of the exported folder, in Markdown."""
+NOT_MEASURED = "Not evaluated: the run folder held no figures of these weights at the time of export."
+
+
+def model_card(checkpoint: Checkpoint, weights: dict[str, Tensor], figures: list[dict[str, Any]]) -> str:
+    """README.md of the exported folder, in Markdown; ``figures`` as of :func:`evaluations`."""
     config = checkpoint.config
     heads = config.get("heads", {})
     crossed = bool(heads.get("text_to_image") or heads.get("image_to_text"))
@@ -53,7 +56,7 @@ def model_card(checkpoint: Checkpoint, weights: dict[str, Tensor], run: Path) ->
             "",
             "## Measured",
             "",
-            measured(run),
+            "\n\n".join(map(tables, figures)) or NOT_MEASURED,
             "",
         ]
     )
@@ -68,35 +71,47 @@ def trained_on(config: dict[str, Any]) -> str:
     return ", ".join(names) or "unknown"
 
 
-def measured(run: Path) -> str:
-    """Tables of what ``vlretrieval-evaluate`` wrote below the run folder; says so when there is nothing."""
-    found = sorted((run / "evaluation").glob("*/metrics.json"), key=lambda path: (path.parent.name != "test", path))
-    if not found:
-        return "Not evaluated: the run folder held no evaluation/*/metrics.json at the time of export."
-    return "\n\n".join(tables(path) for path in found)
+def evaluations(run: Path, weights: str) -> list[dict[str, Any]]:
+    """What ``vlretrieval-evaluate`` wrote below the run folder of a model with these weights, the test split first.
+
+    Args:
+        run: the run folder.
+        weights: ``weights_hash`` of the model; figures of other checkpoints of the run are left out.
+
+    Raises:
+        ValueError: a metrics.json that is not one.
+    """
+    found = []
+    for path in sorted((run / "evaluation").glob("*/metrics.json"), key=lambda p: (p.parent.name != "test", p)):
+        try:
+            figures = json.loads(path.read_text(encoding="utf-8"))
+            ours = figures["subject"].get("weights") == weights
+            _ = tables(figures)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            fault = f"{type(error).__name__}: {error}"
+            raise ValueError(f"{path} is not what vlretrieval-evaluate writes ({fault}); evaluate again") from None
+        if ours:
+            found.append(figures)
+    return found
 
 
-def tables(path: Path) -> str:
+def tables(figures: dict[str, Any]) -> str:
     """One evaluation: recalls, hard negatives, and under which protocol they were measured."""
-    try:
-        figures = json.loads(path.read_text(encoding="utf-8"))
-        protocol, split = figures["protocol"], figures["protocol"]["split"]
-        recalls = [
-            row([stage.replace("_", " "), way, *(f"{figures[stage][way][f'R@{k}']:.1f}" for k in protocol["ks"])])
-            for stage in ("first_stage", "reranked")
-            if stage in figures
-            for way in ("t2i", "i2t")
-        ]
-        negatives = [
-            row([kind, f"{found['pairs']:,}", accuracy(found, "cosine"), accuracy(found, "match")])
-            for kind, found in figures.get("hard_negatives", {}).items()
-        ]
-        says = (
-            f"Split {split['name']}: {split['images']:,} pictures, {split['captions']:,} captions, hash "
-            f"{split['hash']}; ties count {protocol['ties']}; positives: {protocol['positives']}."
-        )
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is not what vlretrieval-evaluate writes: {error!r}; evaluate again") from None
+    protocol, split = figures["protocol"], figures["protocol"]["split"]
+    recalls = [
+        row([stage.replace("_", " "), way, *(f"{figures[stage][way][f'R@{k}']:.1f}" for k in protocol["ks"])])
+        for stage in ("first_stage", "reranked")
+        if stage in figures
+        for way in ("t2i", "i2t")
+    ]
+    negatives = [
+        row([kind, f"{found['pairs']:,}", accuracy(found, "cosine"), accuracy(found, "match")])
+        for kind, found in figures.get("hard_negatives", {}).items()
+    ]
+    says = (
+        f"Split {split['name']}: {split['images']:,} pictures, {split['captions']:,} captions, hash "
+        f"{split['hash']}; ties count {protocol['ties']}; positives: {protocol['positives']}."
+    )
     head = ["stage", "direction", *(f"R@{k}, %" for k in protocol["ks"])]
     lines = [says, "", *table(head, recalls)]
     if negatives:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import zipfile
 from dataclasses import dataclass
 from os import PathLike
@@ -119,6 +120,16 @@ def model_weights(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
         if name.startswith(MODEL_PREFIX):
             weights[name.removeprefix(MODEL_PREFIX)] = value
     return weights
+
+
+def weights_hash(weights: dict[str, Tensor]) -> str:
+    """First 16 hex digits of the sha256 over names, shapes and bits: equal only for equal weights."""
+    digest = hashlib.sha256()
+    for name in sorted(weights):
+        value = weights[name].detach().cpu().contiguous()
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
+        digest.update(value.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
 def load_weights(model: nn.Module, weights: dict[str, Tensor], source: str) -> None:

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 from vlretrieval import __version__
-from vlretrieval.deploy.card import model_card
-from vlretrieval.deploy.checkpoint import Checkpoint, load_checkpoint
+from vlretrieval.deploy.card import evaluations, model_card
+from vlretrieval.deploy.checkpoint import Checkpoint, load_checkpoint, weights_hash
 from vlretrieval.deploy.loaded import CARD, CONFIG, FORMAT, MANIFEST, TOKENIZER, WEIGHTS, load_folder, sha256
 
 
@@ -64,6 +64,7 @@ def check_target(target: Path, overwrite: bool) -> None:
 
 def write(folder: Path, checkpoint: Checkpoint, weights: dict[str, torch.Tensor], run: Path) -> None:
     """Every file of the export, the manifest last."""
+    figures = evaluations(run, weights_hash(weights))
     # Contiguous and apart: safetensors refuses tensors that share memory.
     save_file({name: value.detach().clone().contiguous() for name, value in weights.items()}, folder / WEIGHTS)
     config = {
@@ -72,10 +73,11 @@ def write(folder: Path, checkpoint: Checkpoint, weights: dict[str, torch.Tensor]
         "step": checkpoint.step,
         "model": checkpoint.config["model"],
         "preprocess": preprocess_of(checkpoint.config),
+        "rerank": {"weight": rerank_weight(figures)},
     }
     write_json(folder / CONFIG, config)
     write_json(folder / TOKENIZER, checkpoint.tokenizer.to_dict())
-    (folder / CARD).write_text(model_card(checkpoint, weights, run), encoding="utf-8")
+    (folder / CARD).write_text(model_card(checkpoint, weights, figures), encoding="utf-8")
     names = sorted(path.name for path in folder.iterdir())
     write_json(folder / MANIFEST, {"files": {name: sha256(folder / name) for name in names}})
     for name in (*names, MANIFEST):
@@ -88,6 +90,12 @@ def preprocess_of(config: dict[str, Any]) -> dict[str, Any]:
         "image_size": config["model"]["image_encoder"]["image_size"],
         "resize": config.get("data", {}).get("resize", "squash"),
     }
+
+
+def rerank_weight(figures: list[dict[str, Any]]) -> float | None:
+    """The weight of the two scores under which the model was measured, chosen on the validation split perhaps."""
+    done = [f["protocol"]["rerank"] for f in figures if f["protocol"]["rerank"].get("done") == "yes"]
+    return done[0]["weight"] if done else None
 
 
 def write_json(path: Path, data: dict[str, Any]) -> None:

@@ -43,9 +43,18 @@ class LoadedModel:
         model: in evaluation mode.
         tokenizer: fitted.
         preprocess: ``image_size`` (pixels) and ``resize`` ("squash", "crop" or "pad").
+        rerank_weight: of the matching logit beside logit_scale * cosine when a shortlist is ordered; None: the
+            matching logit alone.
     """
 
-    def __init__(self, model: RetrievalModel, tokenizer: Tokenizer, preprocess: dict[str, Any]):
+    def __init__(
+        self,
+        model: RetrievalModel,
+        tokenizer: Tokenizer,
+        preprocess: dict[str, Any],
+        rerank_weight: float | None = None,
+    ):
+        self.rerank_weight = rerank_weight
         self.model, self.tokenizer, self.preprocess = model.eval(), tokenizer, dict(preprocess)
         self._transform = eval_transform(preprocess["image_size"], preprocess["resize"])
 
@@ -154,7 +163,7 @@ def load_folder(folder: str | PathLike[str]) -> LoadedModel:
         raise ValueError(f"{folder / CONFIG}: model._target_ is a {type(model).__name__}, not a RetrievalModel")
     load_weights(model, read_weights(folder / WEIGHTS), str(folder / WEIGHTS))
     tokenizer = tokenizer_from_dict(read_json(folder / TOKENIZER))
-    return LoadedModel(model, tokenizer, config["preprocess"])
+    return LoadedModel(model, tokenizer, config["preprocess"], config.get("rerank", {}).get("weight"))
 
 
 def check_manifest(folder: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,11 +15,15 @@ from vlretrieval.deploy.loaded import LoadedModel
 
 @dataclass(frozen=True)
 class Hit:
-    """One result; ``match`` is the cross-modal heads' logit, None beyond the shortlist or without such heads."""
+    """One result; ``match`` is the cross-modal heads' logit, None beyond the shortlist or without such heads.
+
+    ``score`` is what the shortlist is ordered by (the logit, or both scores together), None where ``match`` is.
+    """
 
     item: str
     cosine: float
     match: float | None = None
+    score: float | None = None
 
 
 @dataclass(frozen=True)
@@ -91,13 +95,16 @@ def read_gallery(model: LoadedModel, files: Sequence[Path], batch_size: int = 64
     return Gallery(good, torch.cat(parts), broken)
 
 
-def search_images(model: LoadedModel, text: str, gallery: Gallery, top: int = 10, top_k: int = 50) -> list[Hit]:
+def search_images(
+    model: LoadedModel, text: str, gallery: Gallery, top: int = 10, top_k: int = 50, weight: float | None = None
+) -> list[Hit]:
     """The ``top`` pictures for a text, best first.
 
     Args:
         top: how many to return; more than the gallery holds gives the whole gallery.
         top_k: how many the cosine hands to the cross-modal heads; clamped to the gallery. 0, or a model without
             such heads: cosine alone. What lies beyond the shortlist keeps its cosine order behind it.
+        weight: of the matching logit beside logit_scale * cosine; None: the model's own (``rerank_weight``).
     """
     check(top, top_k, text)
     cosines = gallery.embeddings @ model.encode_texts([text])[0]
@@ -105,11 +112,16 @@ def search_images(model: LoadedModel, text: str, gallery: Gallery, top: int = 10
     def match(rows: list[int]) -> Tensor:
         return model.match([gallery.files[row] for row in rows], [text])[:, 0]
 
-    return ranked(list(map(str, gallery.files)), cosines, match if model.can_match else None, top, top_k)
+    return ranked(list(map(str, gallery.files)), cosines, heads(model, match, weight), top, top_k)
 
 
 def search_texts(
-    model: LoadedModel, image: str | Path, texts: Sequence[str], top: int = 10, top_k: int = 50
+    model: LoadedModel,
+    image: str | Path,
+    texts: Sequence[str],
+    top: int = 10,
+    top_k: int = 50,
+    weight: float | None = None,
 ) -> list[Hit]:
     """The ``top`` texts for a picture, best first; arguments as in :func:`search_images`."""
     check(top, top_k)
@@ -118,7 +130,7 @@ def search_texts(
     def match(rows: list[int]) -> Tensor:
         return model.match([image], [texts[row] for row in rows])[0]
 
-    return ranked(list(texts), cosines, match if model.can_match else None, top, top_k)
+    return ranked(list(texts), cosines, heads(model, match, weight), top, top_k)
 
 
 def check(top: int, top_k: int, text: str | None = None) -> None:
@@ -135,14 +147,34 @@ def check(top: int, top_k: int, text: str | None = None) -> None:
         raise ValueError(f"top_k={top_k} is negative; 0 leaves re-ranking out")
 
 
-def ranked(items: list[str], cosines: Tensor, match, top: int, top_k: int) -> list[Hit]:
-    """Cosine order, its head reordered by ``match``. Equal scores keep the order of the items."""
+@dataclass(frozen=True)
+class Heads:
+    """The second stage: ``match`` gives the logits of gallery rows; score = scale * cosine + weight * logit."""
+
+    match: Callable[[list[int]], Tensor]
+    scale: float = 0.0
+    weight: float = 1.0
+
+
+def heads(model: LoadedModel, match: Callable[[list[int]], Tensor], weight: float | None) -> Heads | None:
+    """The second stage of a model, None for a plain dual encoder."""
+    if not model.can_match:
+        return None
+    weight = model.rerank_weight if weight is None else weight
+    return Heads(match) if weight is None else Heads(match, float(model.model.logit_scale), weight)
+
+
+def ranked(items: list[str], cosines: Tensor, second: Heads | None, top: int, top_k: int) -> list[Hit]:
+    """Cosine order, its head reordered by the second stage. Equal scores keep the order of the items."""
     order = torch.sort(cosines, descending=True, stable=True).indices.tolist()
     hits = [Hit(items[row], float(cosines[row])) for row in order]
-    if match is not None and top_k:
+    if second is not None and top_k:
         shortlist = order[:top_k]
-        logits = match(shortlist)
-        best = torch.sort(logits, descending=True, stable=True).indices.tolist()
-        head = [Hit(items[shortlist[i]], float(cosines[shortlist[i]]), float(logits[i])) for i in best]
+        logits = second.match(shortlist)
+        scores = second.scale * cosines[shortlist].double() + second.weight * logits.double()
+        best = torch.sort(scores, descending=True, stable=True).indices.tolist()
+        head = [
+            Hit(items[shortlist[i]], float(cosines[shortlist[i]]), float(logits[i]), float(scores[i])) for i in best
+        ]
         hits = head + hits[len(head) :]
     return hits[:top]

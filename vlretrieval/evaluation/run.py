@@ -11,6 +11,7 @@ import numpy as np
 from omegaconf import DictConfig, OmegaConf
 
 from vlretrieval.data.splits import Source
+from vlretrieval.deploy.checkpoint import weights_hash
 from vlretrieval.evaluation.embed import embed
 from vlretrieval.evaluation.embedding_files import load_embeddings
 from vlretrieval.evaluation.error_page import error_page
@@ -86,6 +87,7 @@ def from_checkpoint(cfg: DictConfig, subject: Subject, processes: Processes) -> 
         )
     outcome.figures["subject"] = {
         "checkpoint": subject.name,
+        "weights": weights_hash(subject.model.state_dict()),
         "data": source.fingerprint(),
         "weight_chosen_on": "val" if cfg.rerank.weight == "val" else None,
     }
