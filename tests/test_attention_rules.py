@@ -229,3 +229,16 @@ def test_kept_keys_and_values_are_read_in_place():
     kept = module.project_context(context)
     assert isinstance(kept, KeyValue)
     assert kept.key.untyped_storage().data_ptr() == kept.value.untyped_storage().data_ptr()  # one product made both
+
+
+@pytest.mark.parametrize("kv_heads", [1, 3])
+def test_shared_keys_and_values_are_never_repeated_in_memory(kv_heads):
+    query = torch.randn(4, 64, 12, 16).transpose(1, 2)
+    key, value = (torch.randn(4, 64, kv_heads, 16).transpose(1, 2) for _ in range(2))
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile, torch.inference_mode():
+        out = attend(query, key, value)
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    allocated = sum(max(0, event.nbytes()) for event in events)
+    # the output, the sums of the softmax, and a kernel's working space a thread; repeated K/V would be twice the output
+    assert out.nbytes <= allocated < 1.5 * out.nbytes
