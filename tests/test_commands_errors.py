@@ -52,6 +52,7 @@ WRONG = [
     # grammar
     ("name=[1", "cannot read the override 'name=[1'"),
     ("name", "cannot read the override 'name'"),
+    ("--max-epochs=3", "unrecognized arguments: --max-epochs=3; keys are given as key=value"),
     ("name=${nope}", "nope"),
     ("name=${oc.env:NO_SUCH_VARIABLE}", "NO_SUCH_VARIABLE"),
     # targets

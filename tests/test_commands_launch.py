@@ -76,6 +76,12 @@ def test_each_job_of_a_sweep_has_its_own_folder_and_an_argv_that_repeats_it_alon
         assert (again["seed"], again["output_dir"]) == (call["seed"], call["output_dir"])
 
 
+def test_flags_and_keys_may_be_mixed(start: Start) -> None:
+    assert len(start("name=a", "-m", "seed=1,2")) == 2
+    (call,) = start("-m", "name=a", "~experiment")
+    assert call["output_dir"] == "runs/a/0"
+
+
 def test_a_name_can_be_swept(start: Start) -> None:
     assert [call["output_dir"] for call in start("-m", "name=a,b")] == ["runs/a/0", "runs/b/1"]
 

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import hydra
 from hydra._internal.utils import get_args_parser
@@ -86,8 +86,9 @@ def command(
             with (
                 errors_as_one_line(config_name, show_traceback),
                 environment("HYDRA_FULL_ERROR", "1"),
-                arguments([sys.argv[0], *words]),
+                arguments([sys.argv[0], *flags_first(words)]),
             ):
+                check_flags(sys.argv[1:])
                 log_to_console(process_rank())
                 # Hydra prints errors in its own way and exits, unless the variable is set.
                 hydra.main(config_path=str(conf_dir()), config_name=config_name, version_base="1.3")(job)()
@@ -95,6 +96,23 @@ def command(
         return main
 
     return decorate
+
+
+def flags_first(words: list[str]) -> list[str]:
+    """``a=1 -m b=2`` as ``-m a=1 b=2``: the parser of Hydra takes overrides in one piece only."""
+    overrides = [word for word in words if not word.startswith("-") and ("=" in word or word.startswith("~"))]
+    return [word for word in words if word not in overrides] + overrides
+
+
+def check_flags(words: list[str]) -> None:
+    """Refuse a flag that does not exist in one line, where argparse would print its usage."""
+
+    def refuse(message: str) -> NoReturn:
+        raise ValueError(f"{message}; keys are given as key=value, and --help shows them")
+
+    parser = get_args_parser()
+    parser.error = refuse  # type: ignore[method-assign]
+    parser.parse_args(words)
 
 
 def checked_call(function: Callable[[DictConfig], Any], cfg: DictConfig) -> Any:
@@ -118,8 +136,17 @@ def one_job_of_many(function: Callable[[DictConfig], Any], cfg: DictConfig) -> A
         with open_dict(cfg):
             cfg.output_dir = f"{cfg.output_dir}/{number}"
         overrides = [o for o in overrides if not o.startswith("output_dir=")] + [f"output_dir='{cfg.output_dir}'"]
+    environment_before = dict(os.environ)
     with arguments([sys.argv[0], *config_flags(sys.argv[1:]), *overrides]):
-        return checked_call(function, cfg)
+        try:
+            return checked_call(function, cfg)
+        finally:
+            # The next job starts ranks of its own; this one's address, rank and group are not theirs.
+            distributed = sys.modules.get("torch.distributed")
+            if distributed is not None and distributed.is_available() and distributed.is_initialized():
+                distributed.destroy_process_group()
+            os.environ.clear()
+            os.environ.update(environment_before)
 
 
 def config_flags(argv: list[str]) -> list[str]:
