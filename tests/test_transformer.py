@@ -84,6 +84,20 @@ def test_a_context_serves_its_run_of_rows_as_if_it_were_repeated() -> None:
     )
 
 
+@pytest.mark.parametrize("heads", [0, HEADS])
+def test_a_row_meets_its_run_of_contexts_as_if_it_were_repeated(heads: int) -> None:
+    torch.manual_seed(0)
+    block = Block(DIM, heads, cross=MultiHeadAttention(DIM, 2, context_dim=10, num_kv_heads=1)).double()
+    x, context = tokens(batch=2), torch.randn(6, 5, 10, dtype=torch.float64)
+    mask, context_mask = (
+        torch.arange(6) < torch.tensor([[6], [4]]),
+        torch.arange(5) < torch.tensor([[5, 3, 4, 1, 2, 5]]).T,
+    )
+    met = block(x, key_mask=mask, context=context, context_mask=context_mask)
+    repeated = dict(key_mask=mask.repeat_interleave(3, 0), context=context, context_mask=context_mask)
+    torch.testing.assert_close(met, block(x.repeat_interleave(3, 0), **repeated))
+
+
 def test_a_block_with_cross_attention_asks_for_its_context() -> None:
     with pytest.raises(ValueError, match="needs a context"):
         Block(DIM, HEADS, cross=MultiHeadAttention(DIM, 2, context_dim=10))(tokens().float())

@@ -214,7 +214,8 @@ class MultiHeadAttention(nn.Module):
     ) -> Tensor:
         """
         Args:
-            x: (B, Lq, dim), where the queries come from.
+            x: (B, Lq, dim), where the queries come from. May have fewer rows than the context, by a whole factor: each
+                is then projected once, and meets as many consecutive contexts.
             context: where keys and values come from: (B, Lk, context_dim), or what :meth:`project_context` kept of it.
                 None = ``x`` itself (self-attention only). A self-attention also takes a (B, Lk, dim) context, of
                 which ``x`` may be a few rows: then only those rows are computed.
@@ -228,6 +229,8 @@ class MultiHeadAttention(nn.Module):
         """
         query, kept = self._project(x, context, rotate)
         mask = join_masks(key_mask, mask)
+        if len(query) < len(kept.key):
+            query = query.repeat_interleave(len(kept.key) // len(query), dim=0)
         heads = attend(
             query, kept.key, kept.value, mask, dropout=self.dropout if self.training else 0.0, causal=self.causal
         )  # (B, H, Lq, D)

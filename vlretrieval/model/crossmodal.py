@@ -157,11 +157,12 @@ class CrossModalHead(nn.Module):
         """
         Args:
             queries: (B, L, dim) tokens, mask (B, L) bool or None.
-            context: what :meth:`keep` gave for C contexts; each serves B / C consecutive rows of ``queries``.
+            context: what :meth:`keep` gave for C contexts. Each serves B / C consecutive rows of ``queries``, or each
+                of those meets C / B consecutive contexts.
             context_mask: (C, Lc) bool or None.
 
         Returns:
-            (B,) float32 matching logits.
+            (B,) or, if there are more contexts, (C,) float32 matching logits.
         """
         x = queries
         rotate = self.positions.rotate((x.shape[1],), x.device)
@@ -178,6 +179,8 @@ class CrossModalHead(nn.Module):
                 x = checkpoint(block, x, use_reentrant=False, **arguments)
             else:
                 x = block(x, **arguments)
+            if query_mask is not None and len(query_mask) < len(x):
+                query_mask = query_mask.repeat_interleave(len(x) // len(query_mask), dim=0)
         pooled = pool_tokens(x, None if self.pool == "first" else query_mask, self.pool)
         return _logit(self.logit, self.norm(pooled))
 
@@ -198,11 +201,12 @@ class JointHead(nn.Module):
         self.logit = nn.Linear(dim, 1)
 
     def forward(self, image: Tensor, image_mask: Tensor | None, text: Tensor, text_mask: Tensor | None) -> Tensor:
-        """(B, P, image_dim) and (B, L, text_dim) with their masks -> (B,) float32 matching logits."""
-        stream = torch.cat(
-            [self.from_text(text) + self.type_embedding[0], self.from_image(image) + self.type_embedding[1]], dim=1
-        )
-        mask = torch.cat([_full(text, text_mask), _full(image, image_mask)], dim=1)
+        """(C, P, image_dim), (B, L, text_dim) and masks, B / C texts to a picture -> (B,) float32 matching logits."""
+        texts = len(text) // len(image)
+        words = self.from_text(text) + self.type_embedding[0]
+        patches = self.from_image(image) + self.type_embedding[1]  # once a picture
+        stream = torch.cat([words, patches.repeat_interleave(texts, dim=0)], dim=1)
+        mask = torch.cat([_full(text, text_mask), _full(image, image_mask).repeat_interleave(texts, dim=0)], dim=1)
         return _logit(self.logit, self.transformer(stream, key_mask=mask)[:, 0])
 
 
@@ -298,13 +302,9 @@ class CrossModal(nn.Module):
         logits = []
         if self.text_to_image is not None:
             logits.append(self.text_to_image(text.tokens, text.mask, image.text_to_image, image.mask))
-        if image.tokens is not None:
-            texts = len(text) // len(image.tokens)
-            patches = image.tokens if texts == 1 else image.tokens.repeat_interleave(texts, dim=0)
-            patch_mask = image.mask if image.mask is None or texts == 1 else image.mask.repeat_interleave(texts, dim=0)
-            if self.image_to_text is not None:
-                kept_text = self.image_to_text.keep(text.tokens)
-                logits.append(self.image_to_text(patches, patch_mask, kept_text, text.mask))
-            if self.joint is not None:
-                logits.append(self.joint(patches, patch_mask, text.tokens, text.mask))
+        if self.image_to_text is not None and image.tokens is not None:
+            kept_text = self.image_to_text.keep(text.tokens)
+            logits.append(self.image_to_text(image.tokens, image.mask, kept_text, text.mask))
+        if self.joint is not None and image.tokens is not None:
+            logits.append(self.joint(image.tokens, image.mask, text.tokens, text.mask))
         return torch.stack(logits).sum(0)

@@ -78,8 +78,9 @@ class Block(nn.Module):
             x: (B, L, dim).
             key_mask: (B, L) bool, True on real tokens of ``x``.
             rotate: turns queries and keys of the self-attention.
-            context: (C, Lc, context_dim) or its kept K/V, with C dividing B: each context row serves B / C
-                consecutive rows of ``x``, whose queries are laid side by side, so that its K/V are read in place.
+            context: (C, Lc, context_dim) or its kept K/V. With C < B, each context serves B / C consecutive rows of
+                ``x``, whose queries are laid side by side, so that its K/V are read in place. With C > B, each row of
+                ``x`` meets C / B consecutive contexts, its queries projected once, and C rows come out.
             context_mask: (C, Lc) bool.
             first: compute only this many leading rows of the output (the last layer before pooling needs one).
         """
@@ -95,9 +96,14 @@ class Block(nn.Module):
                 raise ValueError("this block has a cross-attention and needs a context")
             batch, length, dim = rows.shape
             contexts = len(context.key if isinstance(context, KeyValue) else context)
-            side_by_side = self.cross_norm(rows).reshape(contexts, batch // contexts * length, dim)
-            crossed = self.cross(side_by_side, context, key_mask=context_mask)
-            rows = rows + self.dropout(crossed.reshape(batch, length, dim))
+            normed = self.cross_norm(rows)
+            if contexts > batch:
+                crossed = self.cross(normed, context, key_mask=context_mask)  # (contexts, L, dim)
+                rows = rows.repeat_interleave(contexts // batch, dim=0) + self.dropout(crossed)
+            else:
+                side_by_side = normed.reshape(contexts, batch // contexts * length, dim)
+                crossed = self.cross(side_by_side, context, key_mask=context_mask)
+                rows = rows + self.dropout(crossed.reshape(batch, length, dim))
         return rows + self.mlp(self.mlp_norm(rows))
 
 
