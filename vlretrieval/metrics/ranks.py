@@ -28,6 +28,7 @@ TieRule = Literal["pessimistic", "expected", "optimistic"]
 
 BLOCK = 1024
 TIE = 1e-12  # scores this close, relative to the two norms, are one score: double precision is good for 1e-13 here
+FEW = 1 / 128  # share of a block's scores up to which those that count are looked at one by one
 DENSE = 0.01  # share of a block's scores in doubt from which the whole block is done again in double precision
 
 
@@ -96,7 +97,8 @@ def check_positives(positives: npt.ArrayLike, texts: int, images: int) -> IntArr
     if len(outside):
         bad = pairs[outside[0]].tolist()
         raise ValueError(f"positive pair {outside[0]} is {bad}, but there are {texts} captions and {images} images")
-    return np.unique(pairs, axis=0)
+    flat = np.unique(pairs[:, 0] * images + pairs[:, 1])  # one number a pair sorts ten times faster than rows
+    return np.stack([flat // images, flat % images], axis=1)
 
 
 def rank_both(text: Embeddings, image: Embeddings, positives: npt.ArrayLike, block: int = BLOCK) -> tuple[Ranks, Ranks]:
@@ -236,9 +238,8 @@ class _Side:
         self.above = np.zeros(len(probes.row), dtype=np.int64)
         self.tied = np.zeros(len(probes.row), dtype=np.int64)
         self.reach = norms[probes.row] * longest  # times TIE or rounding: the doubt about a score of this query
-        doubt = (
-            _rounding(width) * self.reach + width * 2.0**-149
-        )  # the latter where products fall below float32's range
+        # the second term: products that fall below float32's range
+        doubt = _rounding(width) * self.reach + width * 2.0**-149
         # one step outward, so that rounding the bounds themselves to float32 cannot let a doubtful score slip by
         self.high = np.nextafter((probes.score + doubt).astype(np.float32), np.float32(np.inf))
         self.low = np.nextafter((probes.score - doubt).astype(np.float32), np.float32(-np.inf))
@@ -256,27 +257,38 @@ class _Side:
         whole = len(rows) == tile.product.shape[axis] and bool((rows == np.arange(len(rows))).all())
         scores = tile.product if whole else np.take(tile.product, rows, axis=axis)
         spread = (slice(None), None) if axis == 0 else (None, slice(None))
-        sure, near = (mask[: scores.size].reshape(scores.shape) for mask in masks)
+        near, sure = (mask[: scores.size].reshape(scores.shape) for mask in masks)
+        reached = int(np.count_nonzero(np.greater_equal(scores, self.low[chosen][spread], out=near)))
+        if not reached:
+            return
+        if reached <= FEW * scores.size:  # a good model: most blocks hold next to nothing that reaches the positives
+            at = where_few(near)
+            probe = at // scores.shape[1] if axis == 0 else at % scores.shape[1]
+            over = scores.reshape(-1)[at] > self.high[chosen][probe]
+            self.above[chosen] += np.bincount(probe[over], minlength=len(rows))
+            self._settle(tile, axis, chosen, rows, at[~over])
+            return
         surely_above = count_true(np.greater(scores, self.high[chosen][spread], out=sure), 1 - axis)
         self.above[chosen] += surely_above
-        np.greater_equal(scores, self.low[chosen][spread], out=near)
-        in_doubt = int(np.count_nonzero(near)) - int(surely_above.sum())
-        if not in_doubt:
-            return
-        target, reach = self.probes.score[chosen], TIE * self.reach[chosen]
+        in_doubt = reached - int(surely_above.sum())
         if in_doubt > DENSE * scores.size:
+            target, reach = self.probes.score[chosen], TIE * self.reach[chosen]
             distance = np.take(tile.exact, rows, axis=axis) - target[spread]
             level = np.abs(distance) <= reach[spread]
             self.above[chosen] += count_true((distance > 0) & ~level, 1 - axis) - surely_above
             self.tied[chosen] += count_true(level, 1 - axis)
-            return
-        text_at, image_at = np.divmod(where_few(np.not_equal(near, sure, out=near)), scores.shape[1])
+        elif in_doubt:
+            self._settle(tile, axis, chosen, rows, where_few(np.not_equal(near, sure, out=near)))
+
+    def _settle(self, tile: _Tile, axis: int, chosen: slice, rows: IntArray, at: IntArray) -> None:
+        """Score the doubtful pairs, at flat places of this part of the block, in double precision and count them."""
+        text_at, image_at = np.divmod(at, tile.product.shape[1] if axis == 0 else len(rows))
         probe = text_at if axis == 0 else image_at
         if axis == 0:
             text_at = rows[probe]
         else:
             image_at = rows[probe]
-        distance = pair_scores(tile.text, tile.image, text_at, image_at) - target[probe]
-        level = np.abs(distance) <= reach[probe]
+        distance = pair_scores(tile.text, tile.image, text_at, image_at) - self.probes.score[chosen][probe]
+        level = np.abs(distance) <= TIE * self.reach[chosen][probe]
         self.above[chosen] += np.bincount(probe[(distance > 0) & ~level], minlength=len(rows))
         self.tied[chosen] += np.bincount(probe[level], minlength=len(rows))
