@@ -29,6 +29,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from vlretrieval.model.attention import KeyValue, MultiHeadAttention, attend, attention_weights, join_masks
+from vlretrieval.model.seeding import seed_heads
 
 
 @given(seed=st.integers(0, 10**6), kv_heads=st.sampled_from([1, 2, 4]), keys=st.integers(1, 9))
@@ -155,6 +156,18 @@ def test_a_seed_a_head_means_the_same_head_wherever_it_stands():
     assert not torch.equal(parts[0][0][0], parts[0][1][0])  # W_Q and W_K of one seed are not alike
     with pytest.raises(ValueError, match="head_seeds has 2 seeds for 4 key/value groups"):
         MultiHeadAttention(DIM, HEADS, head_seeds=[1, 2])
+
+
+def test_every_head_of_a_model_can_have_a_seed_of_its_own():
+    def build(global_seed, seed):
+        torch.manual_seed(global_seed)
+        model = torch.nn.ModuleList([MultiHeadAttention(DIM, HEADS), MultiHeadAttention(DIM, HEADS, num_kv_heads=2)])
+        seed_heads(model, seed)
+        return [head for layer in model for head in layer.qkv.weight.chunk(12 if layer.num_kv_heads == HEADS else 8)]
+
+    first, again, other = build(0, seed=7), build(1, seed=7), build(0, seed=8)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert not any(torch.equal(a, b) for i, a in enumerate(first) for b in [*first[:i], *other])
 
 
 @pytest.mark.parametrize("heads", [1, 2, 4, 8, 16, 32])

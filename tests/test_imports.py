@@ -30,7 +30,7 @@ MAY_IMPORT = {
 # The floors of the model, lowest first: a file imports only files above it in this list.
 FLOORS = [
     "positions attention",
-    "transformer",
+    "transformer seeding",
     "encoders",
     "pretrained crossmodal",
     "retrieval_model",
