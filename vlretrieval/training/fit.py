@@ -24,6 +24,7 @@ from vlretrieval.evaluation.evaluate import Settings, evaluate
 from vlretrieval.evaluation.inputs import Inputs
 from vlretrieval.model.hints import head_width_hints
 from vlretrieval.model.retrieval_model import RetrievalModel
+from vlretrieval.model.seeding import seed_heads
 from vlretrieval.training.callbacks import Checkpoints, Describe, Validation
 from vlretrieval.training.compiled import compile_parts
 from vlretrieval.training.nonfinite import NonFiniteGuard
@@ -47,6 +48,8 @@ def train(cfg: DictConfig) -> dict[str, Any]:
     data: RetrievalData = hydra.utils.instantiate(cfg.data)
     data.fit_tokenizer()
     model: RetrievalModel = hydra.utils.instantiate(cfg.model)
+    if cfg.head_seed is not None:
+        seed_heads(model, cfg.head_seed)
     say_what_is_built(model)
 
     if cfg.init_from and not cfg.resume:
