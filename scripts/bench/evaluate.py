@@ -13,6 +13,7 @@ memory beyond the embeddings at any size.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import subprocess
@@ -133,7 +134,8 @@ WAYS: dict[str, Callable[..., dict[str, float]]] = {
 
 
 def reset_peak() -> None:
-    """Forget the process's highest memory so far (Linux)."""
+    """Give freed memory back and forget the process's highest so far (Linux)."""
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")
 
@@ -153,9 +155,9 @@ def processor_seconds(way: Callable[..., Any], *data: np.ndarray) -> tuple[float
 def one(name: str, images: int, rounds: int) -> dict[str, Any]:
     """Measure one way in this process; the bare product before and after each round."""
     data = embeddings(images)
-    small = tuple(rows[:2000] for rows in data)
-    WAYS[name](small[0], small[1][:400])  # imports and first allocations
-    bare(small[0], small[1][:400])
+    few = data[0][:320], data[1][:64]
+    WAYS[name](*few)  # imports
+    bare(*few, block=64)
     reset_peak()
     before = memory_bytes("VmRSS")
     spent, product, figures = [], [], {}
@@ -191,8 +193,10 @@ def goals(rows: list[dict[str, Any]]) -> list[tuple[str, bool]]:
         )
         for other, goal in (("faiss", 1.7), ("argsort", 20), ("clip_benchmark", 20)):
             if other in by and images >= 5000:
-                faster = by[other]["ratio"] / mine["ratio"]
-                found.append((f"N={images}: {faster:.1f} x faster than {other} (goal {goal})", faster >= goal))
+                theirs = by[other]["ratio"]
+                said = f"N={images}: {theirs / mine['ratio']:.1f} x faster than {other} (goal {goal}"
+                said += f"; the bare product is {theirs:.1f} x cheaper)" if theirs < 1.15 * goal else ")"
+                found.append((said, theirs / mine["ratio"] >= goal))
         for other in by:
             if by[other]["figures"] and other != "ours":
                 worst = max(abs(by[other]["figures"][name] - value) for name, value in mine["figures"].items())

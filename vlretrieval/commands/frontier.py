@@ -15,17 +15,19 @@ def main(cfg: DictConfig) -> dict:
     """``vlretrieval-frontier checkpoint=A,B output=FOLDER``"""
     from vlretrieval.evaluation.frontier import frontier, plot
     from vlretrieval.evaluation.inputs import Inputs
-    from vlretrieval.evaluation.run import chosen_source
+    from vlretrieval.evaluation.run import chosen_source, fusion_weight
     from vlretrieval.evaluation.subject import open_subject
     from vlretrieval.evaluation.table import print_frontier
 
     results = {}
     for path in str(cfg.checkpoint).split(","):
         subject = open_subject(path).to(cfg.device)
-        inputs = Inputs(chosen_source(cfg, subject).split(cfg.split), subject.tokenizer, subject.transform)
+        source = chosen_source(cfg, subject)
+        inputs = Inputs(source.split(cfg.split), subject.tokenizer, subject.transform)
+        weight = fusion_weight(cfg.weight, cfg.split, 16, subject, source)
         name = Path(path).parent.parent.name if Path(path).parent.name == "checkpoints" else Path(path).stem
         results[name if name not in results else path] = frontier(
-            subject.model, inputs, tuple(cfg.top_ks), k=cfg.k, weight=cfg.weight, batch_size=cfg.batch_size
+            subject.model, inputs, tuple(cfg.top_ks), k=cfg.k, weight=weight, batch_size=cfg.batch_size
         )
     print_frontier(results)
     folder = Path(cfg.output)

@@ -154,18 +154,25 @@ def plot(results: dict[str, dict[str, Any]], path: str) -> None:
     titles = {"t2i": "text to image", "i2t": "image to text"}
     for row, way in enumerate(WAYS):
         by_k, by_time = figure.add_subplot(2, 2, 2 * row + 1), figure.add_subplot(2, 2, 2 * row + 2)
+        marks = {0.5: "0"}  # stage one alone has no place on a logarithmic axis
         for number, (name, result) in enumerate(results.items()):
             points, colour = result[way], f"C{number}"
             places = [max(point["top_k"], 0.5) for point in points]
+            marks |= {place: f"{place:g}" for place in places if place >= 1}
             recalls = [point["recall"] for point in points]
             kept = result["bytes"]["kept_a_picture"] / 1024
             by_k.plot(places, recalls, "o-", color=colour, label=f"{name} ({kept:.0f} KiB a picture)")
             by_k.plot(places, [point["ceiling"] for point in points], "--", color=colour, linewidth=1)
             by_k.axvline(max(result["enough"][way], 0.5), color=colour, linewidth=0.6, linestyle=":")
             by_time.plot([point["ms_a_query"] for point in points], recalls, "o-", color=colour, label=name)
+            for point in points:
+                at = (point["ms_a_query"], point["recall"])
+                by_time.annotate(f"{point['top_k']}", at, xytext=(3, 4), textcoords="offset points", fontsize=7)
         k = next(iter(results.values()))["k"]
-        by_k.set(xscale="log", xlabel="top_k (leftmost: stage one alone)", ylabel=f"{titles[way]} R@{k}, %")
-        by_time.set(xscale="log", xlabel="ms of processor time a query", ylabel=f"{titles[way]} R@{k}, %")
+        by_k.set(xscale="log", xlabel="top_k (0: stage one alone)", ylabel=f"{titles[way]} R@{k}, %")
+        by_k.set_xticks(list(marks), list(marks.values()))
+        by_k.minorticks_off()
+        by_time.set(xlabel="ms of processor time a query (at each point its top_k)", ylabel=f"{titles[way]} R@{k}, %")
         by_k.legend(fontsize=8)
         by_k.set_title("dashed: stage one's recall@top_k, the ceiling; dotted: enough", fontsize=9)
         for axes in (by_k, by_time):

@@ -70,16 +70,7 @@ def from_checkpoint(cfg: DictConfig, subject: Subject, processes: Processes) -> 
     """A model, its pictures and captions."""
     source = chosen_source(cfg, subject)
     split = with_text_edits(source.split(cfg.split), seed=cfg.seed) if cfg.text_edits else source.split(cfg.split)
-    weight = cfg.rerank.weight
-    if weight == "val":
-        if cfg.split == "val":
-            raise ValueError(
-                "rerank.weight=val would be chosen on the very split that it is measured on; give a number"
-            )
-        val = source.split("val")
-        weight = choose_weight(subject.model, val, subject.tokenizer, subject.transform, cfg.rerank.top_k, processes)
-    elif weight is not None and not isinstance(weight, int | float):
-        raise ValueError(f"rerank.weight={weight} is not a number, null or val")
+    weight = fusion_weight(cfg.rerank.weight, cfg.split, cfg.rerank.top_k, subject, source, processes)
     settings = settings_of(cfg, top_k=cfg.rerank.top_k, weight=weight)
     with progress(shown=processes.rank == 0) as tell:
         outcome = evaluate(
@@ -92,6 +83,25 @@ def from_checkpoint(cfg: DictConfig, subject: Subject, processes: Processes) -> 
         "weight_chosen_on": "val" if cfg.rerank.weight == "val" else None,
     }
     return outcome
+
+
+def fusion_weight(
+    given: Any,
+    split: str,
+    top_k: int,
+    subject: Subject,
+    source: Source,
+    processes: Processes = Processes(),  # noqa: B008  (frozen)
+) -> float | None:
+    """A number or None as given; for "val" the one with the best rsum on the validation split."""
+    if given is None or isinstance(given, int | float):
+        return given
+    if given != "val":
+        raise ValueError(f"rerank.weight={given} is not a number, null or val")
+    if split == "val":
+        raise ValueError("rerank.weight=val would be chosen on the very split that it is measured on; give a number")
+    val = source.split("val")
+    return choose_weight(subject.model, val, subject.tokenizer, subject.transform, top_k, processes)
 
 
 def from_embeddings(cfg: DictConfig) -> Evaluation:
