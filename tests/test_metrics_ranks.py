@@ -1,15 +1,16 @@
 """Ranks against a slow twin made of lists and sorting, and the traps that have cost others points of recall."""
 
+import math
 import tracemalloc
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from vlretrieval.metrics import Fold, NonFiniteEmbedding, rank_both, recall_at
 from vlretrieval.metrics.counting import count_true
-from vlretrieval.metrics.ranks import Probes, check_positives, count_rivals
+from vlretrieval.metrics.ranks import TIE, Probes, check_positives, count_rivals
 from vlretrieval.metrics.recall import both_directions, direction_figures, mean_reciprocal_rank, median_rank
 
 
@@ -80,6 +81,30 @@ def test_no_rank_depends_on_block_size_or_order(gallery, seed):
     moved = rank_both(text[order], image, [(int(np.flatnonzero(order == c)[0]), i) for c, i in pairs], block=8)
     assert sorted(base[0].rank()) == sorted(moved[0].rank())
     assert base[1].rank().tolist() == moved[1].rank().tolist()
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**32), st.sampled_from([8, 24, 1024]), st.integers(2, 200))
+def test_ranks_are_those_of_exact_arithmetic_down_to_the_last_bit_of_an_embedding(seed, block, width):
+    """Candidates that differ by one bit in one value, or not at all: float32 products cannot order them."""
+    rng = np.random.default_rng(seed)
+    text = rng.standard_normal((12, width)).astype(np.float32)
+    image = np.repeat(rng.standard_normal((5, width)).astype(np.float32), 6, axis=0)
+    for row in range(len(image)):
+        if row % 6 < 4:
+            at = rng.integers(width)
+            image[row, at] = np.nextafter(image[row, at], np.float32(np.inf * rng.choice([-1, 1])))
+    image = image[rng.permutation(len(image))]
+    pairs = [(c, int(rng.integers(30))) for c in range(12)]
+    t2i, _ = rank_both(text, image, pairs, block)
+    exact = [[math.fsum(t * i for t, i in zip(a.tolist(), b.tolist(), strict=True)) for b in image] for a in text]
+    longest = max(np.linalg.norm(image.astype(np.float64), axis=1))
+    for row, (caption, own) in enumerate(pairs):
+        reach = TIE * np.linalg.norm(text[caption].astype(np.float64)) * longest
+        leads = [score - exact[caption][own] for i, score in enumerate(exact[caption]) if i != own]
+        assume(not any(0.9 * reach < abs(lead) < 1.1 * reach for lead in leads))
+        assert t2i.above[row] == sum(lead > reach for lead in leads)
+        assert t2i.tied[row] == sum(abs(lead) <= reach for lead in leads)
 
 
 def duplicated_gallery(images=700, width=96, seed=0):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from vlretrieval.evaluation.keep import room_for
 from vlretrieval.evaluation.sharing import Processes
 from vlretrieval.metrics.scores import Embeddings, IntArray, row_norms
 from vlretrieval.model.crossmodal import Encoded
+
+log = logging.getLogger(__name__)
 
 Float32 = npt.NDArray[np.float32]
 
@@ -88,6 +91,10 @@ def evaluating(model: nn.Module, precision: str = "float32") -> Iterator[torch.d
         raise ValueError(f"precision={precision!r} is not known; choose float32, bfloat16 or float16")
     parameter = next(model.parameters(), None)
     device = torch.device("cpu") if parameter is None else parameter.device
+    if device.type == "cpu" and precision != "float32":
+        log.warning(
+            "precision=%s on a CPU is 5 to 15 times slower than float32 where it has no units for it", precision
+        )
     training = model.training
     model.eval()
     try:
