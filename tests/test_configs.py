@@ -114,6 +114,44 @@ def attention_heads(module: torch.nn.Module, place: str) -> list[int]:
     return [m.num_heads for name, m in module.named_modules() if hasattr(m, "num_heads") and name.endswith(kind)]
 
 
+def attention_weights(module: torch.nn.Module | None) -> int:
+    """Entries of all W_Q, W_K, W_V and W_O below a module, biases left out."""
+    layers = [m for m in module.modules() if hasattr(m, "num_heads")] if module is not None else []
+    return sum(p.numel() for layer in layers for name, p in layer.named_parameters() if name.endswith("weight"))
+
+
+@pytest.mark.parametrize("text", [1, 2, 8])
+@pytest.mark.parametrize("image", [4, 8])
+@pytest.mark.parametrize("text_to_image", [0, 2, 8])
+@pytest.mark.parametrize("kv", [None, 1, 2])
+def test_the_heads_block_changes_the_parameter_counts_as_the_formula_says(
+    text: int, image: int, text_to_image: int, kv: int | None
+) -> None:
+    """head_dim = dim / heads: 4 dim^2 weights a layer in MHA, whatever the count; 2 dim^2 (1 + kv / heads) with kv shared."""
+    if kv is not None and any(heads % kv for heads in (text, image)):
+        with pytest.raises(Exception, match="num_kv_heads"):
+            build(f"heads.text={text}", f"heads.image={image}", f"heads.kv={kv}")
+        return
+    words = [f"heads.text={text}", f"heads.image={image}", f"heads.text_to_image={text_to_image}"]
+    overrides = [*words, f"heads.kv={'null' if kv is None else kv}"]
+    cfg, model = training_config(*overrides).model, build(*overrides)
+
+    def layer(dim: int, heads: int, shared: int | None) -> float:
+        return 2 * dim**2 * (1 + (shared or heads) / heads)
+
+    for encoder, heads in ((cfg.text_encoder, text), (cfg.image_encoder, image)):
+        built = model.text_encoder if encoder is cfg.text_encoder else model.image_encoder
+        assert attention_weights(built) == encoder.depth * layer(encoder.dim, heads, kv)
+    crossed = model.crossmodal.text_to_image
+    if text_to_image == 0:
+        assert crossed is None
+    else:
+        dim, shared = cfg.text_encoder.dim, cfg.crossmodal.num_kv_heads
+        between = layer(dim, text, None) if cfg.crossmodal.text_self_heads else 0
+        expected = cfg.crossmodal.text_to_image_depth * (layer(dim, text_to_image, shared) + between)
+        assert attention_weights(crossed) == expected
+
+
 def test_no_cross_modal_heads_leave_a_plain_dual_encoder() -> None:
     assert build("heads.text_to_image=0", "heads.image_to_text=0").crossmodal is None
     assert build("heads=dual").crossmodal is None
