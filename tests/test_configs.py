@@ -127,7 +127,7 @@ def attention_weights(module: torch.nn.Module | None) -> int:
 def test_the_heads_block_changes_the_parameter_counts_as_the_formula_says(
     text: int, image: int, text_to_image: int, kv: int | None
 ) -> None:
-    """head_dim = dim / heads: 4 dim^2 weights a layer in MHA, whatever the count; 2 dim^2 (1 + kv / heads) with kv shared."""
+    """head_dim = dim / heads: 4 dim^2 weights a layer in MHA at any count; 2 dim^2 (1 + kv / heads) with kv shared."""
     if kv is not None and any(heads % kv for heads in (text, image)):
         with pytest.raises(Exception, match="num_kv_heads"):
             build(f"heads.text={text}", f"heads.image={image}", f"heads.kv={kv}")
