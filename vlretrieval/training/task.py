@@ -18,6 +18,7 @@ from vlretrieval.model.crossmodal import Encoded
 from vlretrieval.model.retrieval_model import MAX_LOGIT_SCALE, RetrievalModel
 from vlretrieval.training.averaging import WeightAverage
 from vlretrieval.training.chunks import recomputed
+from vlretrieval.training.draws import uniform_rows
 from vlretrieval.training.freezing import freeze_parts
 from vlretrieval.training.gather import gather_encoded, gather_rows, world
 from vlretrieval.training.length_buckets import encode_text
@@ -130,17 +131,14 @@ class RetrievalTask(pl.LightningModule):
         image_ids, caption_ids = gather_rows(batch.image_ids), gather_rows(batch.caption_ids)
         matching = self.objective.matches(self.model, self.progress)
         local, everyone = len(batch.image_ids), len(image_ids)
-        # drawn for all ranks' rows from one seed, so that the draw does not depend on how many ranks share the batch
-        generator = torch.Generator().manual_seed(_mix(self.seed, self._batches, -1))
-        uniform = torch.rand(2, everyone, everyone, generator=generator)
-        first = world()[0] * local
+        rows = range(world()[0] * local, (world()[0] + 1) * local)
         return Pairs(
             image,
             text,
             gather_encoded(image, tokens=matching),
             gather_encoded(text, tokens=matching),
             losses.positive_pairs(batch.image_ids, batch.caption_ids, image_ids, caption_ids),
-            uniform[:, first : first + local].to(image.embedding.device),
+            uniform_rows(_mix(self.seed, self._batches, -1), rows, everyone, image.embedding.device),
             negatives,
             negative_valid,
             None if self.momentum is None else self.momentum.teach(batch, self.progress),
