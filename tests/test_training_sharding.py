@@ -1,4 +1,4 @@
-"""Fully sharded training (FSDP2) as a user starts it, on two CPU processes; and its arithmetic on what is not sharded."""
+"""Fully sharded training (FSDP2) as a user starts it, on two CPU processes; its arithmetic on what is not sharded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import pytest
 import torch
 from tiny_training import STEPS, TINY, assert_same_bits, last_weights, run, weights
 
-import vlretrieval
 from vlretrieval.deploy.checkpoint import load_checkpoint
 from vlretrieval.training import sharding
 from vlretrieval.training.sharding import clip_gradients, total_norm
@@ -25,9 +24,8 @@ def sharded(folder: Path, *overrides: str) -> None:
     """A run on two processes that Lightning's launcher starts."""
     words = [*TINY, *SETTINGS, f"output_dir={folder}", "trainer=fsdp2", "trainer.devices=2", *overrides]
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "scripts/train.py"), *words], env=environment, capture_output=True, text=True, timeout=500
-    )
+    command = [sys.executable, str(ROOT / "scripts/train.py"), *words]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "returned a view tensor" not in done.stderr
 
@@ -59,13 +57,14 @@ def test_its_checkpoint_is_that_of_one_process_and_opens_there(one, two):
     content = torch.load(path, weights_only=True)
     alone = torch.load(one / path.relative_to(two), weights_only=True)
     assert {type(t) for t in content["state_dict"].values()} == {torch.Tensor}
-    for ours, theirs in zip(content["optimizer_states"][0]["state"].items(), alone["optimizer_states"][0]["state"].items()):
-        assert ours[0] == theirs[0] and ours[1]["exp_avg"].shape == theirs[1]["exp_avg"].shape
+    moments, expected = (found["optimizer_states"][0]["state"] for found in (content, alone))
+    assert moments.keys() == expected.keys() and len(moments) > 40
+    for number, entries in expected.items():
+        torch.testing.assert_close(moments[number]["exp_avg"], entries["exp_avg"], rtol=1e-3, atol=1e-4)
     for name, value in alone["training_weights"]["weights"].items():
         torch.testing.assert_close(content["training_weights"]["weights"][name], value, rtol=1e-3, atol=1e-4, msg=name)
-    assert not load_checkpoint(path).build().training
-    loaded = vlretrieval.load_model
-    assert loaded is not None
+    for name, value in load_checkpoint(path).build().state_dict().items():
+        assert torch.equal(value, content["state_dict"][f"model.{name}"])
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """Random draws for a rank's rows of a table over all ranks' pairs, without the rest of the table.
 
-Each draw is a hash of its own place, so that it does not depend on how many ranks share a step, and no rank makes those of
-another: a generator would have to go through all of M x M.
+Each draw is a hash of its own place, so that it does not depend on how many ranks share a step, and no rank makes
+those of another: a generator would have to go through all of M x M.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from vlretrieval.training.precision import allow_tf32, choose_precision, device_
 from vlretrieval.training.preemption import Preemption, slurm_requeue
 from vlretrieval.training.resume import check_same_run, resume_path
 from vlretrieval.training.task import RetrievalTask
-from vlretrieval.training.warm_start import warm_start
+from vlretrieval.training.warm_start import same_words, warm_start
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,14 @@ def train(cfg: DictConfig) -> dict[str, Any]:
     """
     started_at = time.perf_counter()
     torch.manual_seed(cfg.seed)  # the weights drawn below; each step seeds itself
+    folder = Path(cfg.output_dir)
+    resumed = resume_path(folder / "checkpoints") if cfg.resume else None
     data: RetrievalData = hydra.utils.instantiate(cfg.data)
+    words = True
+    if cfg.init_from:
+        data.tokenizer, words = same_words(
+            data.tokenizer, resumed or cfg.init_from, cfg.init_parts, strict=cfg.init_strict
+        )
     data.fit_tokenizer()
     model: RetrievalModel = hydra.utils.instantiate(cfg.model)
     if cfg.head_seed is not None:
@@ -53,7 +60,7 @@ def train(cfg: DictConfig) -> dict[str, Any]:
     say_what_is_built(model)
 
     if cfg.init_from and not cfg.resume:
-        warm_start(model, cfg.init_from, cfg.init_parts, strict=cfg.init_strict)
+        warm_start(model, cfg.init_from, cfg.init_parts, strict=cfg.init_strict, words=words)
     task = RetrievalTask(
         model,
         hydra.utils.instantiate(cfg.loss),
@@ -66,7 +73,6 @@ def train(cfg: DictConfig) -> dict[str, Any]:
     if cfg.compile:
         compile_parts(model)
 
-    folder = Path(cfg.output_dir)
     described = description(cfg, data)
     keeper = Checkpoints(folder / "checkpoints", **cfg.checkpoints)
     callbacks = [
@@ -79,9 +85,7 @@ def train(cfg: DictConfig) -> dict[str, Any]:
         Preemption(keeper, slurm_requeue() if cfg.requeue else None),
     ]
     trainer = build_trainer(cfg, callbacks, keeper.io)
-    resumed = None
-    if cfg.resume:
-        resumed = resume_path(keeper.folder)
+    if resumed is not None:
         check_same_run(resumed, described["config"])
     log.info("set up in %.1f s", time.perf_counter() - started_at)
     trainer.fit(task, datamodule=data, ckpt_path=resumed, weights_only=True)
