@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hydra
 import pytest
 import torch
-from tiny_training import tiny_batch, tiny_model
+from tiny_training import config, tiny_batch, tiny_model
 
 from vlretrieval import losses
 from vlretrieval.training.objective import Objective
@@ -68,3 +69,20 @@ def test_a_batch_of_one_pair_is_finite():
 def test_weights_of_nothing_are_refused():
     with pytest.raises(ValueError, match="one must be above 0"):
         Objective(losses.info_nce, contrastive_weight=0, matching_weight=0)
+
+
+def test_activation_checkpointing_by_config_changes_no_gradient(tmp_path):
+    parts = ("image_encoder", "text_encoder", "crossmodal")
+    words = [f"model.{part}.dropout=0.2" for part in parts] + ["model.image_encoder.patch_dropout=0.3"]
+
+    def step(*more):
+        torch.manual_seed(0)
+        model = hydra.utils.instantiate(config(tmp_path, *words, *more).model).train()
+        torch.manual_seed(1)
+        return loss_and_gradients(model, tiny_batch(), Objective(losses.info_nce))
+
+    plain, _, expected = step()
+    again, _, got = step(*(f"model.{part}.activation_checkpointing=true" for part in parts))
+    assert again.item() == plain.item() and len(expected) > 40
+    for name, gradient in expected.items():
+        torch.testing.assert_close(got[name], gradient, rtol=1e-5, atol=1e-7, msg=name)

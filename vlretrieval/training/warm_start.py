@@ -128,8 +128,8 @@ def same_words(
     if strict:
         raise ValueError(
             f"{path} was trained with another tokenizer ({said}): the rows of its token embedding mean other words. "
-            "Set the tokenizer as it was there, leave text_encoder out of init_parts, or start that embedding anew with "
-            "init_strict=false"
+            "Set the tokenizer as it was there, leave text_encoder out of init_parts, or start that embedding anew "
+            "with init_strict=false"
         )
     log.warning("%s: another tokenizer (%s); %s starts anew", path, said, TOKEN_EMBEDDING)
     return tokenizer, False
