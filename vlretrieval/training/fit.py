@@ -30,6 +30,7 @@ from vlretrieval.training.compiled import compile_parts
 from vlretrieval.training.nonfinite import NonFiniteGuard
 from vlretrieval.training.precision import allow_tf32, choose_precision, device_of
 from vlretrieval.training.preemption import Preemption, slurm_requeue
+from vlretrieval.training.result import Result
 from vlretrieval.training.resume import check_same_run, resume_path
 from vlretrieval.training.task import RetrievalTask
 from vlretrieval.training.warm_start import same_words, warm_start
@@ -37,7 +38,7 @@ from vlretrieval.training.warm_start import same_words, warm_start
 log = logging.getLogger(__name__)
 
 
-def train(cfg: DictConfig) -> dict[str, Any]:
+def train(cfg: DictConfig) -> Result:
     """Trains what ``cfg`` describes and returns the best validation figures, with where the checkpoints lie.
 
     Raises:
@@ -90,13 +91,14 @@ def train(cfg: DictConfig) -> dict[str, Any]:
     log.info("set up in %.1f s", time.perf_counter() - started_at)
     trainer.fit(task, datamodule=data, ckpt_path=resumed, weights_only=True)
 
-    result = {
+    figures = {
         "step": trainer.global_step,
         "best_step": keeper.best_step,
         keeper.monitor: keeper.best_value,
         "seconds": round(time.perf_counter() - started_at, 1),
         "checkpoint": str(keeper.folder / "best.ckpt"),
     }
+    result = Result(figures, keeper.monitor)
     if trainer.is_global_zero:
         (folder / "result.json").write_text(json.dumps(result, indent=1) + "\n")
         log.info("done: %s", json.dumps(result))
