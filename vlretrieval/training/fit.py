@@ -32,6 +32,7 @@ from vlretrieval.training.precision import allow_tf32, choose_precision, device_
 from vlretrieval.training.preemption import Preemption, slurm_requeue
 from vlretrieval.training.result import Result
 from vlretrieval.training.resume import check_same_run, resume_path
+from vlretrieval.training.sharding import Sharded
 from vlretrieval.training.task import RetrievalTask
 from vlretrieval.training.warm_start import same_words, warm_start
 
@@ -86,6 +87,8 @@ def train(cfg: DictConfig) -> Result:
         Preemption(keeper, slurm_requeue() if cfg.requeue else None),
     ]
     trainer = build_trainer(cfg, callbacks, keeper.io)
+    if cfg.compile and isinstance(trainer.strategy, Sharded):
+        raise ValueError("compile=true does not go with trainer=fsdp2; set compile=false, or take trainer=ddp")
     if resumed is not None:
         check_same_run(resumed, described["config"])
     log.info("set up in %.1f s", time.perf_counter() - started_at)
