@@ -95,6 +95,8 @@ class ImageEncoder(nn.Module):
         patch_size: side of a patch in pixels; must divide ``image_size``.
         dim, depth, num_heads, num_kv_heads, head_dim: the Transformer's.
         position: "learned", "sinusoidal", "rotary" or "none".
+        position_std: of learned positions at the start. Patches come in with a std of 1 to 3, beside which a place at
+            the usual 0.02 is learnt only if much asks for it.
         pool: "first" (a class token is put in front) or "mean" (no class token).
         patch_dropout: share of the patches left out of each training step (arXiv:2212.00794).
         mean, std: per channel, of pixels scaled to 0 .. 1.
@@ -115,6 +117,7 @@ class ImageEncoder(nn.Module):
         head_dim: int | None = None,
         mlp_ratio: float = 4.0,
         position: str = "learned",
+        position_std: float = 0.02,
         pool: str = "first",
         qk_norm: bool = False,
         dropout: float = 0.0,
@@ -141,7 +144,9 @@ class ImageEncoder(nn.Module):
         self.class_token = nn.Parameter(torch.zeros(1, 1, dim)) if pool == "first" else None
         side = image_size // patch_size
         prefix = int(pool == "first")
-        self.positions = Positions(position, dim, head_dim or dim // num_heads, (side, side), prefix=prefix)
+        self.positions = Positions(
+            position, dim, head_dim or dim // num_heads, (side, side), prefix=prefix, std=position_std
+        )
         self.transformer = Transformer(
             dim,
             depth,

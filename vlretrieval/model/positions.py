@@ -38,9 +38,12 @@ class Positions(nn.Module):
         head_dim: head width (rotary); a multiple of 2 in one dimension, of 4 on a grid.
         shape: (length,) for text or (rows, columns) for patches, the size it is trained for.
         prefix: leading tokens without a place; rotary leaves them unturned, the others add a learned offset or none.
+        std: of learned positions at the start.
     """
 
-    def __init__(self, kind: str, dim: int, head_dim: int, shape: tuple[int, ...], *, prefix: int = 0):
+    def __init__(
+        self, kind: str, dim: int, head_dim: int, shape: tuple[int, ...], *, prefix: int = 0, std: float = 0.02
+    ):
         super().__init__()
         if kind not in KINDS:
             raise ValueError(f"position={kind!r} is not known; choose one of {', '.join(KINDS)}")
@@ -52,7 +55,7 @@ class Positions(nn.Module):
         self.kind, self.dim, self.head_dim, self.shape, self.prefix = kind, dim, head_dim, tuple(shape), prefix
         if kind == "learned":
             self.weight = nn.Parameter(torch.empty(prefix + math.prod(shape), dim))
-            nn.init.trunc_normal_(self.weight, std=0.02)
+            nn.init.normal_(self.weight, std=std)
 
     def add(self, tokens: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
         """Adds positions to (B, prefix + L, dim) tokens; a learned grid is interpolated to another ``shape``."""

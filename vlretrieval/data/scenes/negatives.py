@@ -4,12 +4,13 @@ Kinds:
 
 - swap_colour: two things exchange their colours;
 - swap_relation: left becomes right, above becomes below, or the two things change places;
+- swap_place: a thing is said to be in the mirrored part of the picture, top left in place of top right;
 - replace_object: one thing's noun, or colour and noun, become those of no object in the scene;
 - add_object: an "only" caption names one object more, which is absent;
 - leave_out: an "only" caption leaves out an object that is there.
 
-What text alone gives away: colours, relations and replaced nouns are drawn as evenly as the true ones, and added and
-left-out objects pass between the same lengths in both directions, as often one way as the other. Yet within
+What text alone gives away: colours, relations, places and replaced nouns are drawn as evenly as the true ones, and
+added and left-out objects pass between the same lengths in both directions, as often one way as the other. Yet within
 add_object the negative is always the longer sentence, within leave_out the shorter: read these two together (counted
 words win a few points above chance over both; the tests bound it). And where scenes repeat objects (``repeat``), true
 captions hold a few more equal nouns and colours than the negatives do.
@@ -22,9 +23,9 @@ from random import Random
 from vlretrieval.data.scenes.captions import LOOSE, SIZED, loosened, shuffled
 from vlretrieval.data.scenes.layout import Rules, Scene
 from vlretrieval.data.scenes.query import Query, Thing, thing
-from vlretrieval.data.scenes.vocabulary import ANY, OPPOSITE
+from vlretrieval.data.scenes.vocabulary import ANY, MIRRORED, OPPOSITE
 
-KINDS = ("swap_colour", "swap_relation", "replace_object", "add_object", "leave_out")
+KINDS = ("swap_colour", "swap_relation", "swap_place", "replace_object", "add_object", "leave_out")
 _VARIANTS = 3  # of add_object and leave_out: only the exhaustive captions have them
 
 Proposal = tuple[str, Query]
@@ -46,6 +47,7 @@ def propose(query: Query, scene: Scene, rules: Rules, rng: Random, like_only: bo
     _swap_colour(query, rng, proposals)
     if query.relation != ANY:
         _swap_relation(query, proposals)
+    _swap_place(query, proposals)
     _replace_object(query, present, rules, rng, proposals)
     if query.exhaustive:
         # Only between numbers of objects that scenes have: else the number alone would show the negative.
@@ -84,6 +86,15 @@ def _swap_relation(query: Query, proposals: list[Proposal]) -> None:
     first, second, *rest = query.things
     proposals.append(("swap_relation", Query(query.things, OPPOSITE[query.relation])))
     proposals.append(("swap_relation", Query((second, first, *rest), query.relation)))
+
+
+def _swap_place(query: Query, proposals: list[Proposal]) -> None:
+    for number, said in enumerate(query.things):
+        for mirrored in MIRRORED:
+            if said.place != ANY and mirrored[said.place] != said.place:
+                changed = thing(said.shape, said.colour, said.size, mirrored[said.place], said.quantity)
+                things = (*query.things[:number], changed, *query.things[number + 1 :])
+                proposals.append(("swap_place", Query(things, query.relation, query.exhaustive)))
 
 
 def _absent(present: Kinds, rules: Rules, rng: Random) -> tuple[int, int] | None:

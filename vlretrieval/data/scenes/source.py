@@ -16,7 +16,7 @@ GRAMMARS: dict[str, tuple[Grammar, ...]] = {
     "zh": (chinese.render,),
     "both": (english.render, chinese.render),
 }
-VERSION = 1  # goes up whenever the same arguments begin to give other scenes, words or negatives
+VERSION = 2  # goes up whenever the same arguments begin to give other scenes, words or negatives
 
 
 class Scenes:

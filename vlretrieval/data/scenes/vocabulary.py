@@ -36,6 +36,8 @@ PLACES = {
     "right": 0b100_100_100,
 }
 CORNERS_AND_MIDDLE = 5  # the first five places are one cell each
+# of each place, the one with left and right exchanged, and the one with top and bottom exchanged
+MIRRORED = ((1, 0, 3, 2, 4, 5, 6, 8, 7), (2, 3, 0, 1, 4, 6, 5, 7, 8))
 
 RELATIONS = ("left", "right", "above", "below")
 OPPOSITE = (1, 0, 3, 2)
