@@ -35,7 +35,7 @@ TINY = [
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which runs/tiny was trained by the command, in a process of its own."""
     folder = tmp_path_factory.mktemp("work")
-    done = train(folder, "name=tiny", "logger=wandb", "logger.offline=true")
+    done = train(folder, "name=tiny", "logger=wandb")
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 

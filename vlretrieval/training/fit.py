@@ -52,7 +52,13 @@ def train(cfg: DictConfig) -> dict[str, Any]:
         seed_heads(model, cfg.head_seed)
     say_what_is_built(model)
 
-    if cfg.init_from and not cfg.resume:
+    folder = Path(cfg.output_dir)
+    described = description(cfg, data)
+    keeper = Checkpoints(folder / "checkpoints", **cfg.checkpoints)
+    resumed = resume_path(keeper.folder) if cfg.resume else None
+    if resumed is not None:
+        check_same_run(resumed, described["config"])
+    elif cfg.init_from:
         warm_start(model, cfg.init_from, cfg.init_parts, strict=cfg.init_strict)
     task = RetrievalTask(
         model,
@@ -66,23 +72,17 @@ def train(cfg: DictConfig) -> dict[str, Any]:
     if cfg.compile:
         compile_parts(model)
 
-    folder = Path(cfg.output_dir)
-    described = description(cfg, data)
-    keeper = Checkpoints(folder / "checkpoints", **cfg.checkpoints)
     callbacks = [
+        Describe(described),
+        NonFiniteGuard(keeper, folder / "nonfinite.jsonl", **cfg.nonfinite),
+        Preemption(keeper, slurm_requeue() if cfg.requeue else None),
+        # after it: who is asked to leave does not wait for a validation
         Validation(
             validation_measure(data, hydra.utils.instantiate(cfg.validation.settings)), cfg.validation.every_n_epochs
         ),
-        Describe(described),
-        NonFiniteGuard(keeper, folder / "nonfinite.jsonl", **cfg.nonfinite),
         keeper,
-        Preemption(keeper, slurm_requeue() if cfg.requeue else None),
     ]
     trainer = build_trainer(cfg, callbacks, keeper.io)
-    resumed = None
-    if cfg.resume:
-        resumed = resume_path(keeper.folder)
-        check_same_run(resumed, described["config"])
     log.info("set up in %.1f s", time.perf_counter() - started_at)
     trainer.fit(task, datamodule=data, ckpt_path=resumed, weights_only=True)
 
