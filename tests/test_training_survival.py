@@ -43,7 +43,7 @@ def loss_scaler(monkeypatch):
     """float16 with a loss scaler, on the CPU: it starts far too high, so that it steps down, and then up again."""
 
     def precision(self):
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**26, growth_interval=2)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=1)
         return MixedPrecision("16-mixed", "cpu", scaler)
 
     monkeypatch.setattr(_AcceleratorConnector, "_check_and_init_precision", precision)

@@ -32,9 +32,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-EPOCHS, STEPS_AN_EPOCH, SAVE_EVERY = 4, 12, 3
+EPOCHS, STEPS_AN_EPOCH, SAVE_EVERY = 3, 8, 2
 STEPS = EPOCHS * STEPS_AN_EPOCH
-BATCH = 16
+BATCH = 8
 WORDS = [
     "name=chaos",
     f"data.source.train={STEPS_AN_EPOCH * BATCH + 5}",  # with a partial batch, which is left out
@@ -55,7 +55,7 @@ WORDS = [
     "model.text_encoder.dropout=0.1",
     "model.crossmodal.dropout=0.1",
     "loss=momentum",
-    "loss.momentum.queue=40",
+    "loss.momentum.queue=20",
     "loss.distillation_weight=0.5",
     "loss.ranking_weight=0.5",
     "loss.matching_share=0.5",
@@ -70,7 +70,7 @@ WORDS = [
 ]
 PATIENCE_S = 600  # for one wait: the machine may be busy
 PATHS = {"output_dir", "resume", "path", "save_dir", "bad_samples_file"}  # of the config, these differ between runs
-SILENT = 1e-3  # seconds between two looks; within a save a tenth of it
+LOOK_S = 0.02  # between two looks; while a save is waited for, a twentieth
 
 
 class Process(Protocol):
@@ -214,8 +214,8 @@ def wait_for_moment(process: Process, run: Path, moment: str, rng: random.Random
         wait_for(process, lambda: time.monotonic() > trained + delay)
         return time.monotonic() - began
     for _ in range(rng.randint(1, 6)):  # one of the next saves
-        wait_for(process, lambda: not saving(run), SILENT / 10)
-        wait_for(process, lambda: saving(run), SILENT / 10)
+        wait_for(process, lambda: not saving(run), LOOK_S / 20)
+        wait_for(process, lambda: saving(run), LOOK_S / 20)
     time.sleep(rng.choice((0, 0, 0.001, 0.002, 0.004)))
     return time.monotonic() - began
 
@@ -265,7 +265,7 @@ def train_here(run: Path) -> None:
     sys.modules["vlretrieval.commands.train"].main()
 
 
-def wait_for(process: Process, come: Callable[[], bool], every_s: float = SILENT) -> None:
+def wait_for(process: Process, come: Callable[[], bool], every_s: float = LOOK_S) -> None:
     """Until ``come()``, or the process has ended."""
     began = time.monotonic()
     while not come() and process.poll() is None:
