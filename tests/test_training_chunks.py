@@ -62,6 +62,14 @@ def test_with_dropout_the_second_pass_repeats_the_first(monkeypatch, share):
     assert without[0] != cached[0]  # the masks were there
 
 
+@pytest.mark.parametrize("buckets", [1, 3])
+def test_with_dropout_one_chunk_of_everything_is_the_plain_step(buckets):
+    model, batch = tiny_model(dropout=0.3, patch_dropout=0.5), tiny_batch(images=TWO_CAPTIONS_OF_ONE)
+    plain = step(model, batch, length_buckets=buckets)
+    assert_equal(plain, step(model, batch, length_buckets=buckets, chunk=100))
+    assert plain[0] != step(tiny_model(), batch, length_buckets=buckets)[0]  # the masks were there
+
+
 def test_chunks_keep_little_of_the_forward_pass():
     """Bytes that autograd keeps for the backward pass: embeddings and tokens, not what lies between."""
     model, batch = tiny_model(0, 0), tiny_batch(rows=16)

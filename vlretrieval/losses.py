@@ -162,13 +162,17 @@ def sample_hard_negatives(
     return HardNegatives(index.masked_fill(~drawn[:, None], 0), drawn)
 
 
-def matching_loss(positive: Tensor, negatives: Tensor, valid: Tensor | None = None) -> Tensor:
+def matching_loss(
+    positive: Tensor, negatives: Tensor, valid: Tensor | None = None, count: Tensor | None = None
+) -> Tensor:
     """Binary cross-entropy of matching logits: pairs that belong together against pairs that do not.
 
     Args:
         positive: (B,) logits of true pairs.
         negatives: (N,) logits of false pairs.
         valid: (N,) bool, False for places where no negative could be drawn.
+        count: what the sum over false pairs is divided by; None: how many are valid. Ranks give the mean of their
+            counts, so that the mean of their losses is the loss of all their pairs.
 
     Returns:
         Scalar float32, nats; true and false pairs weigh one half each, however many there are of either. Without any
@@ -178,7 +182,8 @@ def matching_loss(positive: Tensor, negatives: Tensor, valid: Tensor | None = No
     wrong = F.softplus(negatives.float())
     if valid is None:
         valid = torch.ones_like(wrong, dtype=torch.bool)
-    false = torch.where(valid, wrong, 0).sum() / valid.sum().clamp(min=1)
+    count = valid.sum() if count is None else count
+    false = torch.where(valid, wrong, 0).sum() / torch.where(count > 0, count, 1)
     return (true + false) / 2
 
 

@@ -100,7 +100,24 @@ class Positions(nn.Module):
             if shape[0] > self.shape[0]:
                 raise ValueError(f"a text of {shape[0]} tokens is longer than the context of {self.shape[0]}")
             return self.weight[: self.prefix + shape[0]]
-        prefix, grid = self.weight[: self.prefix], self.weight[self.prefix :]
-        grid = grid.unflatten(0, self.shape).permute(2, 0, 1)[None]  # (1, dim, rows, columns)
-        grid = F.interpolate(grid, size=tuple(shape), mode="bicubic", align_corners=False, antialias=True)
+        return self._interpolated(self.weight, self.shape, shape)
+
+    def _interpolated(self, weight: Tensor, before: tuple[int, ...], after: tuple[int, ...]) -> Tensor:
+        prefix, grid = weight[: self.prefix], weight[self.prefix :]
+        grid = grid.unflatten(0, before).permute(2, 0, 1)[None]  # (1, dim, rows, columns)
+        grid = F.interpolate(grid, size=tuple(after), mode="bicubic", align_corners=False, antialias=True)
         return torch.cat([prefix, grid[0].permute(1, 2, 0).flatten(0, 1)])
+
+    def fitted(self, weight: Tensor) -> Tensor | None:
+        """Another model's learned positions for this one's ``shape``; None where they cannot be.
+
+        A square grid of (prefix + rows^2, dim) is interpolated; of a longer text the first places are taken.
+        """
+        if self.kind != "learned" or weight.ndim != 2 or weight.shape[1] != self.dim:
+            return None
+        if len(self.shape) == 1:
+            return weight[: len(self.weight)] if len(weight) > len(self.weight) else None
+        side = math.isqrt(max(0, len(weight) - self.prefix))
+        if not side or side**2 != len(weight) - self.prefix:
+            return None
+        return self._interpolated(weight.float(), (side, side), self.shape).to(weight.dtype)

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from vlretrieval.training.sharding import like, whole
+
 
 class WeightAverage:
     """The average ``decay * average + (1 - decay) * weights``, moved after every optimizer step.
@@ -45,13 +47,19 @@ class WeightAverage:
             model.load_state_dict(own)
 
     def exchange(self, state_dict: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-        """Puts the average into a state dict under ``prefix`` and returns the weights that were there."""
-        own = {name: state_dict[prefix + name] for name in self.weights}
-        state_dict.update({prefix + name: weight.clone() for name, weight in self.weights.items()})
+        """Puts the average into a state dict under ``prefix`` and returns the weights that were there.
+
+        Where weights are sharded all processes must call it; the state dict is empty on all but rank 0.
+        """
+        own = {name: state_dict[prefix + name] for name in self.weights if state_dict}
+        for name, weight in self.weights.items():
+            average = whole(weight)
+            if state_dict:
+                state_dict[prefix + name] = average.clone()
         return own
 
     def restore(self, state_dict: dict[str, Tensor], prefix: str, own: Mapping[str, Tensor], steps: int) -> None:
         """The reverse of :meth:`exchange`, for a state dict that was read from a checkpoint."""
-        self.weights = {name: state_dict[prefix + name].clone() for name in self.weights}
+        self.weights = {name: like(state_dict[prefix + name].clone(), own_) for name, own_ in self.weights.items()}
         self.steps = steps
         state_dict.update({prefix + name: weight for name, weight in own.items()})

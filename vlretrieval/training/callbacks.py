@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import Callback, Checkpoint
 
 from vlretrieval.training.checkpoint_io import AtomicCheckpointIO, newest_first, sweep_partials, sync_folder
 from vlretrieval.training.gather import highest
+from vlretrieval.training.sharding import Sharded
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +29,8 @@ class Validation(Callback):
     """Measures the model on the validation split at the end of every n-th epoch, and of the last.
 
     Args:
-        measure: ``model -> {"val/t2i/R@1": 61.3, ...}``; run by rank 0 alone, while the others wait.
+        measure: ``model -> {"val/t2i/R@1": 61.3, ...}``; run by rank 0 alone, while the others wait; by all where the
+            weights are sharded.
         every_n_epochs: how often.
     """
 
@@ -68,7 +70,8 @@ class Validation(Callback):
             return
         started_at = time.perf_counter()
         figures: Mapping[str, float] = {}
-        if trainer.is_global_zero:
+        sharded = isinstance(trainer.strategy, Sharded)  # then no rank can compute without the others
+        if trainer.is_global_zero or sharded:
             module.eval()
             average: Any = module.average
             # before inference mode: weights copied within it could not be trained

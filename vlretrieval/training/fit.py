@@ -30,14 +30,15 @@ from vlretrieval.training.compiled import compile_parts
 from vlretrieval.training.nonfinite import NonFiniteGuard
 from vlretrieval.training.precision import allow_tf32, choose_precision, device_of
 from vlretrieval.training.preemption import Preemption, slurm_requeue
+from vlretrieval.training.result import Result
 from vlretrieval.training.resume import check_same_run, resume_path
 from vlretrieval.training.task import RetrievalTask
-from vlretrieval.training.warm_start import warm_start
+from vlretrieval.training.warm_start import same_words, warm_start
 
 log = logging.getLogger(__name__)
 
 
-def train(cfg: DictConfig) -> dict[str, Any]:
+def train(cfg: DictConfig) -> Result:
     """Trains what ``cfg`` describes and returns the best validation figures, with where the checkpoints lie.
 
     Raises:
@@ -45,21 +46,26 @@ def train(cfg: DictConfig) -> dict[str, Any]:
     """
     started_at = time.perf_counter()
     torch.manual_seed(cfg.seed)  # the weights drawn below; each step seeds itself
+    folder = Path(cfg.output_dir)
+    resumed = resume_path(folder / "checkpoints") if cfg.resume else None
     data: RetrievalData = hydra.utils.instantiate(cfg.data)
+    words = True
+    if cfg.init_from:
+        data.tokenizer, words = same_words(
+            data.tokenizer, resumed or cfg.init_from, cfg.init_parts, strict=cfg.init_strict
+        )
     data.fit_tokenizer()
     model: RetrievalModel = hydra.utils.instantiate(cfg.model)
     if cfg.head_seed is not None:
         seed_heads(model, cfg.head_seed)
     say_what_is_built(model)
 
-    folder = Path(cfg.output_dir)
     described = description(cfg, data)
     keeper = Checkpoints(folder / "checkpoints", **cfg.checkpoints)
-    resumed = resume_path(keeper.folder) if cfg.resume else None
     if resumed is not None:
         check_same_run(resumed, described["config"])
     elif cfg.init_from:
-        warm_start(model, cfg.init_from, cfg.init_parts, strict=cfg.init_strict)
+        warm_start(model, cfg.init_from, cfg.init_parts, strict=cfg.init_strict, words=words)
     task = RetrievalTask(
         model,
         hydra.utils.instantiate(cfg.loss),
@@ -86,13 +92,14 @@ def train(cfg: DictConfig) -> dict[str, Any]:
     log.info("set up in %.1f s", time.perf_counter() - started_at)
     trainer.fit(task, datamodule=data, ckpt_path=resumed, weights_only=True)
 
-    result = {
+    figures = {
         "step": trainer.global_step,
         "best_step": keeper.best_step,
         keeper.monitor: keeper.best_value,
         "seconds": round(time.perf_counter() - started_at, 1),
         "checkpoint": str(keeper.folder / "best.ckpt"),
     }
+    result = Result(figures, keeper.monitor)
     if trainer.is_global_zero:
         (folder / "result.json").write_text(json.dumps(result, indent=1) + "\n")
         log.info("done: %s", json.dumps(result))

@@ -1,4 +1,4 @@
-"""Everybody's rows on every rank, with gradients. The only place in training that speaks to ``torch.distributed``."""
+"""Everybody's rows on every rank, with gradients. Beside :mod:`sharding`, what speaks to ``torch.distributed``."""
 
 from __future__ import annotations
 
@@ -60,3 +60,11 @@ def highest(value: int, device: torch.device) -> int:
     shared = torch.tensor(value, device=device)
     dist.all_reduce(shared, op=dist.ReduceOp.MAX)
     return int(shared)
+
+
+def mean_over_ranks(value: Tensor) -> Tensor:
+    """The mean of all ranks' values of a scalar, float32, without a gradient."""
+    shared = value.detach().float().clone()
+    if world()[1] > 1:
+        dist.all_reduce(shared)
+    return shared / world()[1]

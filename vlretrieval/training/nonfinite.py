@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from vlretrieval.training.callbacks import Checkpoints
 from vlretrieval.training.gather import gather_rows, highest
+from vlretrieval.training.sharding import total_norm
 
 log = logging.getLogger(__name__)
 
@@ -104,6 +105,4 @@ class NonFiniteGuard(Callback):
 
 def gradient_norm(optimizer: Optimizer) -> Tensor:
     """Euclidean norm of all gradients together; 0 where there is none."""
-    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients)
-    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # sharded parameters
+    return total_norm(p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None)

@@ -14,6 +14,7 @@ from vlretrieval import losses
 from vlretrieval.model.crossmodal import Encoded
 from vlretrieval.model.retrieval_model import RetrievalModel
 from vlretrieval.training.chunks import recomputed_logits
+from vlretrieval.training.gather import mean_over_ranks
 from vlretrieval.training.length_buckets import match_pairs
 from vlretrieval.training.momentum import Momentum, Teacher
 from vlretrieval.training.precision import full_float32
@@ -186,7 +187,7 @@ class Objective:
             valid = torch.cat([logits.image_valid.flatten(), logits.text_valid.flatten()])
             true = logits.by_image[:, 0]
             if self.weights["matching"]:
-                parts["matching"] = losses.matching_loss(true, false, valid)
+                parts["matching"] = losses.matching_loss(true, false, valid, mean_over_ranks(valid.sum()))
             if self.weights["ranking"]:
                 parts["ranking"] = (
                     losses.ranking_loss(logits.by_image, logits.image_valid)

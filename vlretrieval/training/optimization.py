@@ -15,6 +15,9 @@ from torch.optim.lr_scheduler import LambdaLR
 
 log = logging.getLogger(__name__)
 
+# rows that are looked up by place or number, and enter no product
+LOOKED_UP = re.compile(r"(positions|embedding)\.weight$|(class_token|type_embedding)$")
+
 
 def parameter_groups(
     model: nn.Module,
@@ -26,7 +29,7 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """The trainable parameters in groups of like rate and decay.
 
-    Norms, biases, position and class embeddings and the logit scale are not decayed: they have one
+    Norms, biases, embeddings (of tokens, positions, modalities) and the logit scale are not decayed: they have one
     dimension, or are looked up.
 
     Args:
@@ -47,15 +50,17 @@ def parameter_groups(
         if not any(name.startswith(prefix) for name, _ in named):
             parts = ", ".join(sorted({name.split(".")[0] for name, _ in named}))
             raise ValueError(f"no trainable parameter starts with {prefix!r}; there are {parts}")
-    groups: dict[tuple[float, bool], dict[str, Any]] = {}
+    groups: dict[tuple[float, bool, bool], dict[str, Any]] = {}
     for name, parameter in named:
         factor = math.prod(value for prefix, value in rates.items() if name.startswith(prefix))
         for prefix, decay in layer_decay.items():
             if name.startswith(prefix):
                 factor *= decay ** _layers_above(name, [n for n, _ in named if n.startswith(prefix)])
-        decayed = parameter.ndim >= 2 and not re.search(r"(positions|embedding)\.weight$|class_token$|\.type$", name)
+        decayed = parameter.ndim >= 2 and not LOOKED_UP.search(name)
+        # scalars by themselves: they are not sharded, and a fused step takes no mixture of sharded and other tensors
         group = groups.setdefault(
-            (factor, decayed), {"params": [], "lr": lr * factor, "weight_decay": weight_decay if decayed else 0.0}
+            (factor, decayed, parameter.ndim == 0),
+            {"params": [], "lr": lr * factor, "weight_decay": weight_decay if decayed else 0.0},
         )
         group["params"].append(parameter)
     return list(groups.values())
@@ -90,8 +95,8 @@ def adamw(
     groups = parameter_groups(model, lr=lr, weight_decay=weight_decay, rates=rates, layer_decay=layer_decay)
     first, second = betas
     optimizer = torch.optim.AdamW(groups, lr=lr, betas=(first, second), eps=eps, fused=True)
-    # float16's loss scaler would leave it to the fused step to undo the scale, and clipping comes before that
-    optimizer._step_supports_amp_scaling = False
+    # a fused step could unscale float16's gradients by itself, and Lightning clips none of an optimizer that does
+    optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
     return optimizer
 
 

@@ -18,11 +18,13 @@ from vlretrieval.model.crossmodal import Encoded
 from vlretrieval.model.retrieval_model import MAX_LOGIT_SCALE, RetrievalModel
 from vlretrieval.training.averaging import WeightAverage
 from vlretrieval.training.chunks import recomputed
+from vlretrieval.training.draws import uniform_rows
 from vlretrieval.training.freezing import freeze_parts
 from vlretrieval.training.gather import gather_encoded, gather_rows, world
 from vlretrieval.training.length_buckets import encode_text
 from vlretrieval.training.momentum import MomentumEncoder
 from vlretrieval.training.objective import Objective, Pairs
+from vlretrieval.training.sharding import clip_gradients, shard
 
 
 class RetrievalTask(pl.LightningModule):
@@ -56,8 +58,33 @@ class RetrievalTask(pl.LightningModule):
         self.average = None if ema_decay is None else WeightAverage(model, ema_decay)
         self.momentum = None if objective.momentum is None else MomentumEncoder(model, objective.momentum)
         self._optimizer, self._scheduler = optimizer, scheduler
+        self._sharded = False
         self._total_steps = 1
         self._batches = 0  # begun so far; Lightning's own batch_idx is one behind after a resume in mid-epoch
+
+    def configure_model(self) -> None:
+        """Shards the weights where the strategy gives a mesh of devices (trainer=fsdp2)."""
+        if self.device_mesh is None or self._sharded:
+            return
+        self._sharded = True
+        mesh = self.device_mesh["data_parallel"]
+        shard(self.model, mesh)
+        if self.momentum is not None:
+            shard(self.momentum.twin, mesh)
+        if self.average is not None:
+            self.average = WeightAverage(self.model, self.average.decay)
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: int | float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        if not self._sharded:
+            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+        elif gradient_clip_val:
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            clip_gradients(parameters, float(gradient_clip_val), gradient_clip_algorithm or "norm")
 
     def configure_optimizers(self) -> Any:
         optimizer = self._optimizer(self.model)
@@ -104,17 +131,14 @@ class RetrievalTask(pl.LightningModule):
         image_ids, caption_ids = gather_rows(batch.image_ids), gather_rows(batch.caption_ids)
         matching = self.objective.matches(self.model, self.progress)
         local, everyone = len(batch.image_ids), len(image_ids)
-        # drawn for all ranks' rows from one seed, so that the draw does not depend on how many ranks share the batch
-        generator = torch.Generator().manual_seed(_mix(self.seed, self._batches, -1))
-        uniform = torch.rand(2, everyone, everyone, generator=generator)
-        first = world()[0] * local
+        rows = range(world()[0] * local, (world()[0] + 1) * local)
         return Pairs(
             image,
             text,
             gather_encoded(image, tokens=matching),
             gather_encoded(text, tokens=matching),
             losses.positive_pairs(batch.image_ids, batch.caption_ids, image_ids, caption_ids),
-            uniform[:, first : first + local].to(image.embedding.device),
+            uniform_rows(_mix(self.seed, self._batches, -1), rows, everyone, image.embedding.device),
             negatives,
             negative_valid,
             None if self.momentum is None else self.momentum.teach(batch, self.progress),
