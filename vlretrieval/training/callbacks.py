@@ -9,6 +9,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -27,22 +28,40 @@ class Validation(Callback):
     """Measures the model on the validation split at the end of every n-th epoch, and of the last.
 
     Args:
-        measure: ``model -> {"val/t2i/R@1": 61.3, ...}``; run by rank 0 alone, while the others wait.
+        measure: ``(model, reranked) -> ({"val/t2i/R@1": 61.3, ...}, outcome)``; run by rank 0 alone, while the others
+            wait. ``reranked`` asks for the second stage too.
         every_n_epochs: how often.
+        rerank_every_n_epochs: how often the second stage too, a multiple of ``every_n_epochs``; None: every time.
+        show: called by rank 0 with ``(model, outcome, epoch, last)`` after each measuring, to draw it.
     """
 
-    def __init__(self, measure: Callable[[torch.nn.Module], Mapping[str, float]], every_n_epochs: int = 1):
+    def __init__(
+        self,
+        measure: Callable[[torch.nn.Module, bool], tuple[Mapping[str, float], Any]],
+        every_n_epochs: int = 1,
+        rerank_every_n_epochs: int | None = None,
+        show: Callable[[torch.nn.Module, Any, int, bool], None] | None = None,
+    ):
         if every_n_epochs < 1:
             raise ValueError(f"every_n_epochs={every_n_epochs} must be at least 1")
-        self.measure, self.every_n_epochs = measure, every_n_epochs
+        check_multiple("validation.rerank_every_n_epochs", rerank_every_n_epochs, every_n_epochs)
+        self.measure, self.every_n_epochs, self.show = measure, every_n_epochs, show
+        self.rerank_every_n_epochs = rerank_every_n_epochs or every_n_epochs
         self.seconds = 0.0
+        self.figures: Mapping[str, float] = {}  # measured at the end of this very epoch; empty where nothing was
+        self.complete = False  # whether those are all that there ever are
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self.figures, self.complete = {}, False
 
     def on_train_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         epoch = trainer.current_epoch + 1
         last = epoch == trainer.max_epochs or trainer.should_stop
+        self.figures, self.complete = {}, False
         if epoch % self.every_n_epochs and not last:
             return
         started_at = time.perf_counter()
+        self.complete = last or epoch % self.rerank_every_n_epochs == 0
         figures: Mapping[str, float] = {}
         if trainer.is_global_zero:
             module.eval()
@@ -50,16 +69,35 @@ class Validation(Callback):
             # before inference mode: weights copied within it could not be trained
             model: Any = module.model
             with average.in_place_of(model) if average else nullcontext(), torch.inference_mode():
-                figures = self.measure(model)
+                figures, outcome = self.measure(model, self.complete)
+                if self.show is not None:
+                    self.show(model, outcome, epoch, last)
             module.train()
         if trainer.world_size > 1:
             figures = trainer.strategy.broadcast(dict(figures))
         for name, value in figures.items():
             module.log(name, float(value), prog_bar=name.endswith("R@1"), rank_zero_only=False, sync_dist=False)
+        self.figures = figures
         self.seconds += time.perf_counter() - started_at
         shown = {k: v for k, v in figures.items() if k.endswith(HEADLINES)}
         line = "  ".join(f"{name.removeprefix('val/')} {value:.1f}" for name, value in shown.items())
         log.info("epoch %d, step %d: %s", epoch, trainer.global_step, line)
+
+
+def check_multiple(key: str, every: int | None, validation: int) -> None:
+    """What is done with a validation's outcome can be done no more often than there is one.
+
+    Raises:
+        ValueError: naming ``key``.
+    """
+    if every is not None and (every < 1 or every % validation):
+        raise ValueError(f"{key}={every} must be a multiple of validation.every_n_epochs={validation}, or null")
+
+
+def validation_of(trainer: pl.Trainer) -> Validation:
+    """The run's own."""
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    return next(c for c in callbacks if isinstance(c, Validation))
 
 
 class Checkpoints(Checkpoint):
@@ -88,6 +126,8 @@ class Checkpoints(Checkpoint):
     ):
         if mode not in ("max", "min"):
             raise ValueError(f"mode={mode!r} is not known; choose max or min")
+        if not monitor.startswith("val/"):
+            raise ValueError(f"checkpoints.monitor={monitor} must be measured on the validation split: val/...")
         if keep < 1:
             raise ValueError(f"keep={keep} must be at least 1")
         self.folder, self.monitor, self.mode = Path(folder), monitor, mode
@@ -120,9 +160,14 @@ class Checkpoints(Checkpoint):
             self.save(trainer)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        found = trainer.callback_metrics.get(self.monitor)
-        value = float("nan") if found is None else float(found)
-        measured = found is not None and self._fresh(trainer)
+        validation = validation_of(trainer)
+        if validation.complete and self.monitor not in validation.figures:
+            close = get_close_matches(self.monitor, validation.figures, n=3, cutoff=0.3)
+            raise ValueError(
+                f"checkpoints.monitor={self.monitor} is not measured; did you mean {' or '.join(close) or 'val/rsum'}?"
+            )
+        value = float(validation.figures.get(self.monitor, math.nan))
+        measured = self.monitor in validation.figures
         before = self.best_value, self.best_step
         if measured and self._better(value):
             self.best_value, self.best_step = value, trainer.global_step
@@ -154,13 +199,6 @@ class Checkpoints(Checkpoint):
     def newest(self) -> Path | None:
         """The newest checkpoint written so far."""
         return next(newest_first(self.folder), None)
-
-    def _fresh(self, trainer: pl.Trainer) -> bool:
-        """Whether the metric was measured in this very epoch, and is not left from an earlier one."""
-        callbacks = trainer.callbacks  # type: ignore[attr-defined]
-        validation = next(c for c in callbacks if isinstance(c, Validation))
-        epoch = trainer.current_epoch + 1
-        return epoch % validation.every_n_epochs == 0 or epoch == trainer.max_epochs or trainer.should_stop
 
     def _better(self, value: float) -> bool:
         if not math.isfinite(value):

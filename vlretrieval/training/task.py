@@ -57,6 +57,7 @@ class RetrievalTask(pl.LightningModule):
         self.momentum = None if objective.momentum is None else MomentumEncoder(model, objective.momentum)
         self._optimizer, self._scheduler = optimizer, scheduler
         self._total_steps = 1
+        self.latest: tuple[Tensor, Tensor] | None = None  # image and text embeddings of the last step, to be looked at
         self._batches = 0  # begun so far; Lightning's own batch_idx is one behind after a resume in mid-epoch
 
     def configure_optimizers(self) -> Any:
@@ -81,6 +82,7 @@ class RetrievalTask(pl.LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         pairs = self.encode(batch)
         self._batches += 1
+        self.latest = pairs.image.embedding.detach(), pairs.text.embedding.detach()
         loss, parts = self.objective(self.model, pairs, self.progress)
         for name, value in parts.items():
             self.log(f"train/{name}", value, prog_bar=name != "matching_accuracy", batch_size=len(pairs.image))
@@ -90,6 +92,10 @@ class RetrievalTask(pl.LightningModule):
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        self.after_step()
+
+    def after_step(self) -> None:
+        """What follows an optimizer step: the scale within its bounds, the averages moved."""
         with torch.no_grad():
             self.model.log_logit_scale.clamp_(0.0, math.log(MAX_LOGIT_SCALE))
         if self.average is not None:
@@ -155,6 +161,11 @@ class RetrievalTask(pl.LightningModule):
             raise ValueError(f"the average of the weights (ema_decay) was {was} in the checkpoint and is {now} now")
         if self.average is not None and own is not None:
             self.average.restore(checkpoint["state_dict"], "model.", own["weights"], own["steps"])
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the whole run; 1 outside a run."""
+        return self._total_steps
 
     @property
     def progress(self) -> float:
