@@ -19,7 +19,7 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
-from vlretrieval.commands.explain import flat
+from vlretrieval.commands.explain import flat, one_line
 from vlretrieval.training.watch.sweep_summary import (
     Job,
     plot,
@@ -32,6 +32,7 @@ from vlretrieval.training.watch.sweep_summary import (
 
 log = logging.getLogger(__name__)
 
+QUOTES = "'\""
 LONGEST = 120  # letters of a folder's name
 _running: list[SweepSummary] = []  # at most one
 
@@ -63,23 +64,32 @@ class SweepSummary(Callback):
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
         self._started_at = time.perf_counter()
+        if self.folder is not None:  # a job that is killed leaves this
+            self._note(config, config.hydra.overrides.task, error="it was stopped before its end")
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
         if self.folder is None:
             return
-        note = {
-            "number": int(config.hydra.job.num),
-            "setting": {key: value for key, value in given(job_return.overrides or []) if key in self.swept},
-            "output_dir": str(job_return.cfg.output_dir) if job_return.cfg is not None else "",
-            "seconds": round(time.perf_counter() - self._started_at, 1),
-        }
         result = job_return._return_value  # return_value would raise a failed job's error
-        if job_return.status == JobStatus.COMPLETED and isinstance(result, Mapping):
-            note["result"] = dict(result)
-        elif job_return.status != JobStatus.COMPLETED:
-            note["error"] = flat(str(result)) or type(result).__name__
+        overrides, taken = job_return.overrides or [], {"seconds": round(time.perf_counter() - self._started_at, 1)}
+        if job_return.status != JobStatus.COMPLETED:
+            error = said(result)
+            self._note(config, overrides, **taken, error=error)
+            log.warning("job %d failed: %s", config.hydra.job.num, error)
+        else:
+            self._note(config, overrides, **taken, result=dict(result) if isinstance(result, Mapping) else {})
+
+    def _note(self, config: DictConfig, overrides: Iterable[str], **more: Any) -> None:
+        assert self.folder is not None
+        number = int(config.hydra.job.num)
+        note = {
+            "number": number,
+            "setting": {key: value for key, value in given(overrides) if key in self.swept},
+            "output_dir": f"{config.output_dir}/{job_folder(number, overrides, self.swept)}",
+            **more,
+        }
         (self.folder / "jobs").mkdir(parents=True, exist_ok=True)
-        (self.folder / "jobs" / f"{note['number']:04d}.json").write_text(json.dumps(note) + "\n", encoding="utf-8")
+        (self.folder / "jobs" / f"{number:04d}.json").write_text(json.dumps(note) + "\n", encoding="utf-8")
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         finish()
@@ -118,9 +128,16 @@ class SweepSummary(Callback):
             note["output_dir"],
             value,
             result.get("parameters"),
-            note["seconds"],
+            result.get("seconds", note.get("seconds")),  # its own count leaves out the start of the first job
             note.get("error"),
         )
+
+
+def said(error: Exception) -> str:
+    """A job's error as the command would say it, in one line."""
+    from vlretrieval.commands.launch import conf_dir
+
+    return one_line(error, conf_dir(), "train", []) or flat(f"{type(error).__name__}: {error}")
 
 
 def finish() -> None:
@@ -134,7 +151,7 @@ def finish() -> None:
 
 def job_folder(number: int, overrides: Iterable[str], swept: Sequence[str]) -> str:
     """ "3_heads.image-4_seed-1": a job's number and what is its own; no letter that a shell or Hydra minds."""
-    parts = [f"{key}-{value}" for key, value in given(overrides) if key in swept and key != "name"]
+    parts = [f"{key}-{value.strip(QUOTES)}" for key, value in given(overrides) if key in swept and key != "name"]
     return re.sub(r"[^\w.+-]+", "-", "_".join([str(number), *parts]))[:LONGEST].rstrip("-_.")
 
 

@@ -37,9 +37,7 @@ def font_for(text: str, size: int, file: str | None = None) -> Font | None:
         try:
             font: Font = ImageFont.truetype(file, size)
         except OSError:
-            raise ValueError(
-                f"pictures.font={file} is not a font that can be read; give a .ttf, .otf or .ttc"
-            ) from None
+            raise ValueError(f"pictures.font={file} cannot be read as a font; give a .ttf, .otf or .ttc") from None
         return font if has_letters(font, letters) else None
     own = ImageFont.load_default(size)
     if has_letters(own, letters):

@@ -66,7 +66,7 @@ class FirstSteps(Callback):
 
     def on_train_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         assert isinstance(module, RetrievalTask)
-        found = sanity.rail(float(module.model.logit_scale.detach()))
+        found = sanity.rail(float(sanity.whole(module.model.logit_scale)))
         if not found.good and not self._at_rail and trainer.is_global_zero:
             log.warning("epoch %d: %s", trainer.current_epoch + 1, found)
         self._at_rail = not found.good
@@ -74,7 +74,7 @@ class FirstSteps(Callback):
     def _learning(self, trainer: pl.Trainer, module: RetrievalTask) -> list[sanity.Finding]:
         assert module.latest is not None
         image, text = module.latest
-        found = [sanity.rail(float(module.model.logit_scale.detach()))]
+        found = [sanity.rail(float(sanity.whole(module.model.logit_scale)))]
         loss = trainer.callback_metrics.get("train/contrastive")
         if loss is not None and has_chance(module.objective):
             found.append(sanity.chance(float(loss), len(image) * world()[1]))

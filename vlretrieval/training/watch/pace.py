@@ -76,7 +76,7 @@ class Pace(Callback):
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         if self.flops is not None and self.peak_flops is None:
             self.peak_flops = measured_flops(module.device, dtype_of(str(trainer.precision)))
-            log.info("this device multiplies matrices at %.3g TFLOP/s", self.peak_flops / 1e12)
+            log.info("this device multiplies matrices at %s", rate(self.peak_flops))
         self._clock = Clock(module.device)
         self._session_at, self._first_step = time.perf_counter(), trainer.global_step
         self.on_train_epoch_start(trainer, module)  # which a run resumed in mid-epoch is not called with
@@ -174,7 +174,7 @@ class Pace(Callback):
         shares = ", ".join(f"{phase} {figures[f'{phase}_percent']:.0f} %" for phase in PHASES)
         line = f"{figures['pairs_per_s']:,.0f} pairs/s; {shares}; peak memory {figures['peak_memory_gb']:.2f} GB"
         if "flops_percent_of_peak" in figures:
-            line += f"; {figures['flops_percent_of_peak']:.0f} % of the device's peak"
+            line += f"; {figures['flops_percent_of_peak']:.0f} % of the device's measured peak"
         left = self.left_s(trainer, module)
         return line if not left else f"{line}; {duration(left)} left"
 
@@ -191,6 +191,11 @@ def work_of(objective: Objective, batch: Batch, matches: bool) -> tuple[Work, Te
         texts += matched * wrong
     pairs = matched * (1 + 2 * objective.matching_negatives + wrong)
     return Work(images=len(batch), texts=texts, matched=pairs, kept=matched), tokens
+
+
+def rate(flops: float) -> str:
+    """ "61 GFLOP/s", "350 TFLOP/s"."""
+    return f"{flops / 1e12:.0f} TFLOP/s" if flops >= 1e13 else f"{flops / 1e9:,.0f} GFLOP/s"
 
 
 def duration(seconds: float) -> str:

@@ -112,9 +112,9 @@ def copied_projections(layer: MultiHeadAttention) -> tuple[float, int, int]:
     """
     inner, shared, width = layer.inner, layer.inner_kv, layer.head_dim
     if layer.context_dim is None:
-        query, key, value = layer.qkv.weight.detach().split([inner, shared, shared])
+        query, key, value = whole(layer.qkv.weight).split([inner, shared, shared])
     else:
-        query, (key, value) = layer.q.weight.detach(), layer.kv.weight.detach().chunk(2)
+        query, (key, value) = whole(layer.q.weight), whole(layer.kv.weight).chunk(2)
     each = layer.num_heads // layer.num_kv_heads
     lowest: Tensor | None = None
     for weight, repeats in ((query, 1), (key, each), (value, each)):
@@ -184,7 +184,7 @@ def without_gradient(model: nn.Module) -> list[str]:
     reached: dict[str, bool] = {}  # of each module with trainable parameters, whether any got a gradient
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     gradients = [p.grad for _, p in named if p.grad is not None]
-    largest = iter(torch.stack([g.abs().amax().float() for g in gradients]).tolist() if gradients else [])
+    largest = iter(torch.stack([whole(g.abs().amax()).float() for g in gradients]).tolist() if gradients else [])
     for name, parameter in named:
         alive = parameter.grad is not None and next(largest) != 0
         parts = name.split(".")
@@ -227,6 +227,12 @@ def loader_bound(waited_s: float, elapsed_s: float) -> Finding:
     return Finding(
         seen, "raise data.num_workers, or keep small pictures (vlretrieval-data cache, data.cache_in_memory=true)"
     )
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A weight or gradient without its history; one that is sharded over ranks is put together, so all must call."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def distinct(ids: Tensor) -> Tensor:
