@@ -48,16 +48,19 @@ class Validation(Callback):
         self.measure, self.every_n_epochs, self.show = measure, every_n_epochs, show
         self.rerank_every_n_epochs = rerank_every_n_epochs or every_n_epochs
         self.seconds = 0.0
-        self.figures: Mapping[str, float] = {}  # measured at the end of this very epoch; empty where nothing was
+        self.figures: Mapping[str, float] = {}
+        self.step = -1  # that ``figures`` are of
         self.complete = False  # whether those are all that there ever are
 
-    def on_train_epoch_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        self.figures, self.complete = {}, False
+    def measured(self, name: str, trainer: pl.Trainer) -> float | None:
+        """A figure, if it was measured at this very step, and is not left from an earlier epoch."""
+        if self.step != trainer.global_step or name not in self.figures:
+            return None
+        return float(self.figures[name])
 
     def on_train_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         epoch = trainer.current_epoch + 1
         last = epoch == trainer.max_epochs or trainer.should_stop
-        self.figures, self.complete = {}, False
         if epoch % self.every_n_epochs and not last:
             return
         started_at = time.perf_counter()
@@ -77,7 +80,7 @@ class Validation(Callback):
             figures = trainer.strategy.broadcast(dict(figures))
         for name, value in figures.items():
             module.log(name, float(value), prog_bar=name.endswith("R@1"), rank_zero_only=False, sync_dist=False)
-        self.figures = figures
+        self.figures, self.step = figures, trainer.global_step
         self.seconds += time.perf_counter() - started_at
         shown = {k: v for k, v in figures.items() if k.endswith(HEADLINES)}
         line = "  ".join(f"{name.removeprefix('val/')} {value:.1f}" for name, value in shown.items())
@@ -161,21 +164,21 @@ class Checkpoints(Checkpoint):
 
     def on_train_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         validation = validation_of(trainer)
-        if validation.complete and self.monitor not in validation.figures:
-            close = get_close_matches(self.monitor, validation.figures, n=3, cutoff=0.3)
-            raise ValueError(
-                f"checkpoints.monitor={self.monitor} is not measured; did you mean {' or '.join(close) or 'val/rsum'}?"
-            )
-        value = float(validation.figures.get(self.monitor, math.nan))
-        measured = self.monitor in validation.figures
+        value = validation.measured(self.monitor, trainer)
         before = self.best_value, self.best_step
-        if measured and self._better(value):
+        if value is not None and self._better(value):
             self.best_value, self.best_step = value, trainer.global_step
         saved = self.save(trainer)
         if not saved:
             self.best_value, self.best_step = before
-        elif measured and self.best_step == trainer.global_step and trainer.is_global_zero:
+        elif value is not None and self.best_step == trainer.global_step and trainer.is_global_zero:
             link(self.folder / "last.ckpt", self.folder / "best.ckpt")
+        if value is None and validation.step == trainer.global_step and validation.complete:
+            close = get_close_matches(self.monitor, validation.figures, n=3, cutoff=0.3)
+            raise ValueError(
+                f"checkpoints.monitor={self.monitor} is not measured; did you mean {' or '.join(close) or 'val/rsum'}? "
+                "Go on with resume=true and one that is"
+            )
 
     def save(self, trainer: pl.Trainer) -> bool:
         """Saves this step; all ranks must call it. False on rank 0 if the disk would not take it."""

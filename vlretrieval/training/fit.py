@@ -6,7 +6,6 @@ import json
 import logging
 import tempfile
 import time
-import uuid
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,6 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
@@ -32,7 +30,6 @@ from vlretrieval.model.retrieval_model import RetrievalModel
 from vlretrieval.model.seeding import seed_heads
 from vlretrieval.training.callbacks import Checkpoints, Describe, Validation, check_multiple
 from vlretrieval.training.compiled import compile_parts
-from vlretrieval.training.metrics_file import MetricsFile
 from vlretrieval.training.nonfinite import NonFiniteGuard
 from vlretrieval.training.precision import allow_tf32, choose_precision, device_of
 from vlretrieval.training.preemption import Preemption, slurm_requeue
@@ -42,7 +39,6 @@ from vlretrieval.training.warm_start import warm_start
 from vlretrieval.training.watch.check import check as sanity_check
 from vlretrieval.training.watch.early_stopping import StopEarly
 from vlretrieval.training.watch.first_steps import FirstSteps
-from vlretrieval.training.watch.guarded_logger import GuardedLogger
 from vlretrieval.training.watch.pace import Pace, ProgressBar
 from vlretrieval.training.watch.pictures import Pictures
 from vlretrieval.training.watch.sanity import Finding
@@ -67,9 +63,7 @@ def train(cfg: DictConfig) -> dict[str, Any]:
     resumed = resume_path(keeper.folder) if cfg.resume else None
     described = description(cfg, data)
     if resumed is not None:
-        cfg.run_id = cfg.run_id or check_same_run(resumed, described["config"]).get("run_id")
-    cfg.run_id = cfg.run_id or new_run_id()
-    described["run_id"] = cfg.run_id
+        check_same_run(resumed, described["config"])
     pace = Pace(step_flops(cfg))
     callbacks = [
         pace,
@@ -145,7 +139,7 @@ def build_trainer(cfg: DictConfig, callbacks: list[Callback], io: CheckpointIO) 
     return hydra.utils.instantiate(
         cfg.trainer,
         precision=choose_precision(cfg.trainer.precision, device),
-        logger=loggers(cfg),
+        logger=hydra.utils.instantiate(cfg.logger),
         callbacks=callbacks,
         plugins=plugins,
         default_root_dir=str(cfg.output_dir),
@@ -208,19 +202,6 @@ def early_stopping(cfg: DictConfig) -> list[Callback]:
     if cfg.early_stopping.patience is None:
         return []
     return [StopEarly(cfg.checkpoints.monitor, cfg.checkpoints.mode, **cfg.early_stopping)]
-
-
-def loggers(cfg: DictConfig) -> list[Logger]:
-    """metrics.csv, and beside it the tracker that was asked for, which may fail without ending the run."""
-    asked: Logger = hydra.utils.instantiate(cfg.logger)
-    if isinstance(asked, MetricsFile):
-        return [asked]
-    return [MetricsFile(Path(cfg.output_dir) / "metrics.csv"), GuardedLogger(asked)]
-
-
-def new_run_id() -> str:
-    """For trackers; no draw of the run's own random state."""
-    return uuid.uuid4().hex[:8]
 
 
 def step_flops(cfg: DictConfig) -> StepFlops | None:

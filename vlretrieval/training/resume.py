@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 # What a run cannot change half-way: other weights, other batches, or (the optimizer's state is restored) no effect.
 FIXED = ("model", "tokenizer", "seed", "data.batch_size", "optimizer", "ema_decay", "freeze", "loss.momentum")
 FREE = ("name", "output_dir", "resume", "progress_bar", "logger", "checkpoints", "validation", "heads")
-FREE += ("check", "pictures", "early_stopping", "sweep", "run_id")
+FREE += ("check", "pictures", "early_stopping", "sweep")
 
 
 def resume_path(folder: Path) -> str:
@@ -33,8 +33,8 @@ def resume_path(folder: Path) -> str:
     raise ValueError(f"resume=true, but {folder} holds no whole checkpoint; start anew with another name=...")
 
 
-def check_same_run(path: str | Path, config: dict[str, Any]) -> dict[str, Any]:
-    """Holds the resolved config of now against the one in the checkpoint, and returns how that describes itself.
+def check_same_run(path: str | Path, config: dict[str, Any]) -> None:
+    """Holds the resolved config of now against the one in the checkpoint.
 
     A difference in what a run cannot change is refused with both values; another one is said. Keys that only one side
     has (another version's) are left to the loading of weights.
@@ -42,10 +42,9 @@ def check_same_run(path: str | Path, config: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: naming each key, its value then and now.
     """
-    described = read_plain(Path(path)).get("vlretrieval", {})
-    before = described.get("config")
+    before = read_plain(Path(path)).get("vlretrieval", {}).get("config")
     if not isinstance(before, dict):
-        return described
+        return
     changed = [(key, then, now) for key, then, now in differences(before, config) if not key.startswith(tuple(FREE))]
     fixed = [c for c in changed if c[0] in FIXED or c[0].startswith(tuple(f"{key}." for key in FIXED))]
     if fixed:
@@ -55,7 +54,6 @@ def check_same_run(path: str | Path, config: dict[str, Any]) -> dict[str, Any]:
         )
     for key, then, now in changed:
         log.warning("going on with another %s: %s in the checkpoint, %s now", key, then, now)
-    return described
 
 
 def differences(before: Any, now: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:

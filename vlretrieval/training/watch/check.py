@@ -1,6 +1,6 @@
 """``vlretrieval-train ... check=true``: can this run learn? One batch is overfitted by a copy; nothing is written.
 
-A minute at most, before hours are spent. Each thing looked at is one line, "ok ..." or "WARNING ...: what to do".
+Seconds to a minute, before hours are spent. Each thing looked at is one line, "ok ..." or "WARNING ...: what to do".
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from vlretrieval.training.watch.sanity import (
 
 STEPS = 100  # on the one batch, at most
 ENOUGH = 0.2  # of every loss is left: it has been shown that it learns
-SECONDS = 60.0  # of those steps together, at most
+SECONDS = 120.0  # of those steps together, at most
 PAIRS = 16  # of the one batch, at most: few are soon learnt, and cheap
 TIMED = 3  # whole batches that are loaded and computed for their time
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from vlretrieval.model.attention import MultiHeadAttention
 from vlretrieval.model.retrieval_model import MAX_LOGIT_SCALE
 
-LEARNT = 0.5  # of the loss is left after overfitting one batch, at most
+LEARNT = 0.7  # of the loss is left after overfitting one batch, at most
 AT_CHANCE = 0.98  # of the chance loss: above it nothing has been learnt
 COLLAPSED = 0.98  # mean cosine of different items above which they are one point
 COPIES = 0.99  # cosine of two heads above which one is the other
