@@ -57,7 +57,8 @@ class RetrievalTask(pl.LightningModule):
         self.momentum = None if objective.momentum is None else MomentumEncoder(model, objective.momentum)
         self._optimizer, self._scheduler = optimizer, scheduler
         self._total_steps = 1
-        self.latest: tuple[Tensor, Tensor] | None = None  # image and text embeddings of the last step, to be looked at
+        # of the last step, to be looked at: image embeddings, text embeddings, losses by name
+        self.latest: tuple[Tensor, Tensor, dict[str, Tensor]] | None = None
         self._batches = 0  # begun so far; Lightning's own batch_idx is one behind after a resume in mid-epoch
 
     def configure_optimizers(self) -> Any:
@@ -82,8 +83,8 @@ class RetrievalTask(pl.LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         pairs = self.encode(batch)
         self._batches += 1
-        self.latest = pairs.image.embedding.detach(), pairs.text.embedding.detach()
         loss, parts = self.objective(self.model, pairs, self.progress)
+        self.latest = pairs.image.embedding.detach(), pairs.text.embedding.detach(), parts
         for name, value in parts.items():
             self.log(f"train/{name}", value, prog_bar=name != "matching_accuracy", batch_size=len(pairs.image))
         self.log("train/loss", loss.detach(), batch_size=len(pairs.image))

@@ -62,7 +62,7 @@ class FirstSteps(Callback):
             found = [sanity.copied_heads(module.model), sanity.loader_bound(*self.pace.waited())]
             self._say(trainer, f"{EARLY} steps", found)
         if self._steps == self._late:
-            self._say(trainer, f"{self._late} steps", self._learning(trainer, module))
+            self._say(trainer, f"{self._late} steps", self._learning(module))
 
     def on_train_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         assert isinstance(module, RetrievalTask)
@@ -71,13 +71,12 @@ class FirstSteps(Callback):
             log.warning("epoch %d: %s", trainer.current_epoch + 1, found)
         self._at_rail = not found.good
 
-    def _learning(self, trainer: pl.Trainer, module: RetrievalTask) -> list[sanity.Finding]:
+    def _learning(self, module: RetrievalTask) -> list[sanity.Finding]:
         assert module.latest is not None
-        image, text = module.latest
+        image, text, losses = module.latest
         found = [sanity.rail(float(sanity.whole(module.model.logit_scale)))]
-        loss = trainer.callback_metrics.get("train/contrastive")
-        if loss is not None and has_chance(module.objective):
-            found.append(sanity.chance(float(loss), len(image) * world()[1]))
+        if "contrastive" in losses and has_chance(module.objective):
+            found.append(sanity.chance(float(losses["contrastive"]), len(image) * world()[1]))
         return [*found, sanity.collapse(image, "image"), sanity.collapse(text, "text")]
 
     def _say(self, trainer: pl.Trainer, when: str, found: list[sanity.Finding]) -> None:

@@ -72,6 +72,7 @@ class Pace(Callback):
         self._span_at = self._session_at = 0.0
         self._waited_at = 0.0
         self._first_step = 0
+        self._ended_at = -1  # the step of the last figures
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         if self.flops is not None and self.peak_flops is None:
@@ -110,7 +111,7 @@ class Pace(Callback):
         self._clock.stop()
         self._span.steps += 1
         every = self.every_n_steps or trainer.log_every_n_steps  # type: ignore[attr-defined]
-        if self._span.steps >= every:
+        if trainer.global_step % every == 0 and trainer.global_step != self._ended_at:  # as the trainer logs
             self._end(trainer, module)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
@@ -143,7 +144,7 @@ class Pace(Callback):
 
     def _end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         assert isinstance(module, RetrievalTask)
-        span = self._span
+        span, self._ended_at = self._span, trainer.global_step
         span.seconds = self._clock.read() | {"data": self._waited() - self._waited_at}
         span.elapsed_s = time.perf_counter() - self._span_at
         span.work += Work(text_tokens=int(torch.stack(self._tokens).sum()) if self._tokens else 0)
