@@ -9,6 +9,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -29,20 +30,37 @@ class Validation(Callback):
     """Measures the model on the validation split at the end of every n-th epoch, and of the last.
 
     Args:
-        measure: ``model -> {"val/t2i/R@1": 61.3, ...}``; run by rank 0 alone, while the others wait; by all where the
-            weights are sharded.
+        measure: ``(model, reranked) -> ({"val/t2i/R@1": 61.3, ...}, outcome)``; run by rank 0 alone, while the others
+            wait; by all where the weights are sharded. ``reranked`` asks for the second stage too.
         every_n_epochs: how often.
+        rerank_every_n_epochs: how often the second stage too, a multiple of ``every_n_epochs``; None: every time.
+        show: called by rank 0 with ``(model, outcome, epoch, last)`` after each measuring, to draw it.
     """
 
-    def __init__(self, measure: Callable[[torch.nn.Module], Mapping[str, float]], every_n_epochs: int = 1):
+    def __init__(
+        self,
+        measure: Callable[[torch.nn.Module, bool], tuple[Mapping[str, float], Any]],
+        every_n_epochs: int = 1,
+        rerank_every_n_epochs: int | None = None,
+        show: Callable[[torch.nn.Module, Any, int, bool], None] | None = None,
+    ):
         if every_n_epochs < 1:
             raise ValueError(f"every_n_epochs={every_n_epochs} must be at least 1")
-        self.measure, self.every_n_epochs = measure, every_n_epochs
+        check_multiple("validation.rerank_every_n_epochs", rerank_every_n_epochs, every_n_epochs)
+        self.measure, self.every_n_epochs, self.show = measure, every_n_epochs, show
+        self.rerank_every_n_epochs = rerank_every_n_epochs or every_n_epochs
         self.seconds = 0.0
         self.figures: Mapping[str, float] = {}
         self.step = -1  # that ``figures`` are of
+        self.complete = False  # whether those are all that there ever are
         self._epochs = 0  # ended
         self._epochs_before: int | None = None  # as the checkpoint has it that the run goes on from
+
+    def measured(self, name: str, trainer: pl.Trainer) -> float | None:
+        """A figure, if it was measured at this very step, and is not left from an earlier epoch."""
+        if self.step != trainer.global_step or name not in self.figures:
+            return None
+        return float(self.figures[name])
 
     def state_dict(self) -> dict[str, Any]:
         return {"epochs": self._epochs}
@@ -69,6 +87,7 @@ class Validation(Callback):
         if epoch % self.every_n_epochs and not last:
             return
         started_at = time.perf_counter()
+        self.complete = last or epoch % self.rerank_every_n_epochs == 0
         figures: Mapping[str, float] = {}
         sharded = isinstance(trainer.strategy, Sharded)  # then no rank can compute without the others
         if trainer.is_global_zero or sharded:
@@ -77,7 +96,9 @@ class Validation(Callback):
             # before inference mode: weights copied within it could not be trained
             model: Any = module.model
             with average.in_place_of(model) if average else nullcontext(), torch.inference_mode():
-                figures = self.measure(model)
+                figures, outcome = self.measure(model, self.complete)
+                if self.show is not None:
+                    self.show(model, outcome, epoch, last)
             module.train()
         if trainer.world_size > 1:
             figures = trainer.strategy.broadcast(dict(figures))
@@ -89,6 +110,22 @@ class Validation(Callback):
         shown = {k: v for k, v in figures.items() if k.endswith(HEADLINES)}
         line = "  ".join(f"{name.removeprefix('val/')} {value:.1f}" for name, value in shown.items())
         log.info("epoch %d, step %d: %s", epoch, trainer.global_step, line)
+
+
+def check_multiple(key: str, every: int | None, validation: int) -> None:
+    """What is done with a validation's outcome can be done no more often than there is one.
+
+    Raises:
+        ValueError: naming ``key``.
+    """
+    if every is not None and (every < 1 or every % validation):
+        raise ValueError(f"{key}={every} must be a multiple of validation.every_n_epochs={validation}, or null")
+
+
+def validation_of(trainer: pl.Trainer) -> Validation:
+    """The run's own."""
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    return next(c for c in callbacks if isinstance(c, Validation))
 
 
 class Checkpoints(Checkpoint):
@@ -117,6 +154,8 @@ class Checkpoints(Checkpoint):
     ):
         if mode not in ("max", "min"):
             raise ValueError(f"mode={mode!r} is not known; choose max or min")
+        if not monitor.startswith("val/"):
+            raise ValueError(f"checkpoints.monitor={monitor} must be measured on the validation split: val/...")
         if keep < 1:
             raise ValueError(f"keep={keep} must be at least 1")
         self.folder, self.monitor, self.mode = Path(folder), monitor, mode
@@ -151,7 +190,7 @@ class Checkpoints(Checkpoint):
                 f"the ranks go on from different steps, {oldest} to {newest}; all of them must see the checkpoints in "
                 f"{self.folder}: set output_dir to a folder that all machines share"
             )
-        value = self._measured(trainer)
+        value = validation_of(trainer).measured(self.monitor, trainer)
         if value is not None and self._better(value):  # of an epoch that had not ended when its last step was saved
             self.best_value, self.best_step = value, step
         self._name_best(trainer)
@@ -171,13 +210,20 @@ class Checkpoints(Checkpoint):
             self.save(trainer)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        value = self._measured(trainer)
+        validation = validation_of(trainer)
+        value = validation.measured(self.monitor, trainer)
         before = self.best_value, self.best_step
         if value is not None and self._better(value):
             self.best_value, self.best_step = value, trainer.global_step
         if not self.save(trainer):
             self.best_value, self.best_step = before
         self._name_best(trainer)
+        if value is None and validation.step == trainer.global_step and validation.complete:
+            close = get_close_matches(self.monitor, validation.figures, n=3, cutoff=0.3)
+            raise ValueError(
+                f"checkpoints.monitor={self.monitor} is not measured; did you mean {' or '.join(close) or 'val/rsum'}? "
+                "Go on with resume=true and one that is"
+            )
 
     def save(self, trainer: pl.Trainer) -> bool:
         """Saves this step; all ranks must call it. False on rank 0 if the disk would not take it."""
@@ -201,14 +247,6 @@ class Checkpoints(Checkpoint):
     def newest(self) -> Path | None:
         """The newest checkpoint written so far."""
         return next(newest_first(self.folder), None)
-
-    def _measured(self, trainer: pl.Trainer) -> float | None:
-        """The metric, if it was measured at this very step, and is not left from an earlier epoch."""
-        callbacks = trainer.callbacks  # type: ignore[attr-defined]
-        validation = next((c for c in callbacks if isinstance(c, Validation)), None)
-        if validation is None or validation.step != trainer.global_step or self.monitor not in validation.figures:
-            return None
-        return float(validation.figures[self.monitor])
 
     def _better(self, value: float) -> bool:
         if not math.isfinite(value):
