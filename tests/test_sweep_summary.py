@@ -109,20 +109,21 @@ def sweep(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Sweep:
 def test_a_sweep_ends_with_a_summary_that_holds_its_failed_job_too(
     sweep: Sweep, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert sweep("-m", "name=a", "heads.image=1,2", "seed=12,13") == 2
+    assert sweep("-m", "name=a", "heads.image=2", "seed=12,13") == 2
     out, err = capfd.readouterr()
     folder = tmp_path / "runs" / "a"
     jobs = table(folder / "jobs.csv")
-    assert [job["status"] for job in jobs] == ["done", "failed"] * 2
+    assert [job["status"] for job in jobs] == ["done", "failed"]
     assert jobs[1]["error"].startswith("seed=13 is unlucky; take another")
-    assert jobs[0]["output_dir"] == "runs/a/0_heads.image-1_seed-12"
-    assert [row["val/rsum mean"] for row in table(folder / "summary.csv")] == ["112", "212"]
-    assert "heads.image=2" in out and "1 failed" in out and "error: seed=13" in err
+    assert jobs[0]["output_dir"] == "runs/a/0_seed-12"
+    assert [row["val/rsum mean"] for row in table(folder / "summary.csv")] == ["212"]
+    assert "2, 1 failed" in out and "error: seed=13" in err
     names = {path.name for path in folder.iterdir()}
-    assert {"summary.csv", "jobs.csv", "jobs", "0_heads.image-1_seed-12"} <= names
+    assert {"summary.csv", "jobs.csv", "jobs", "0_seed-12"} <= names
     assert not any(name.isdigit() for name in names), "Hydra makes no folder of its own"
 
 
+@pytest.mark.slow
 def test_the_metric_of_a_sweep_is_set_by_config_and_the_plot_may_be_missing(
     sweep: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -134,11 +135,13 @@ def test_the_metric_of_a_sweep_is_set_by_config_and_the_plot_may_be_missing(
     assert not (tmp_path / "runs/b/summary.png").exists()
 
 
+@pytest.mark.slow
 def test_a_job_that_is_killed_is_in_the_summary(sweep: Sweep, tmp_path: Path) -> None:
     assert sweep("-m", "name=d", "seed=12,17") == 143
     assert [job["error"] for job in table(tmp_path / "runs/d/jobs.csv")] == ["", "it was stopped before its end"]
 
 
+@pytest.mark.slow
 def test_a_single_run_leaves_no_summary(sweep: Sweep, tmp_path: Path) -> None:
     assert sweep("name=c", "seed=3") == 0
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["c"]

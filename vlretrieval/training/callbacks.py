@@ -56,12 +56,6 @@ class Validation(Callback):
         self._epochs = 0  # ended
         self._epochs_before: int | None = None  # as the checkpoint has it that the run goes on from
 
-    def measured(self, name: str, trainer: pl.Trainer) -> float | None:
-        """A figure, if it was measured at this very step, and is not left from an earlier epoch."""
-        if self.step != trainer.global_step or name not in self.figures:
-            return None
-        return float(self.figures[name])
-
     def state_dict(self) -> dict[str, Any]:
         return {"epochs": self._epochs}
 
@@ -122,10 +116,18 @@ def check_multiple(key: str, every: int | None, validation: int) -> None:
         raise ValueError(f"{key}={every} must be a multiple of validation.every_n_epochs={validation}, or null")
 
 
-def validation_of(trainer: pl.Trainer) -> Validation:
+def validation_of(trainer: pl.Trainer) -> Validation | None:
     """The run's own."""
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    return next(c for c in callbacks if isinstance(c, Validation))
+    return next((c for c in callbacks if isinstance(c, Validation)), None)
+
+
+def measured_now(trainer: pl.Trainer, name: str) -> float | None:
+    """A validation figure, if it was measured at this very step, and is not left from an earlier epoch."""
+    validation = validation_of(trainer)
+    if validation is None or validation.step != trainer.global_step or name not in validation.figures:
+        return None
+    return float(validation.figures[name])
 
 
 class Checkpoints(Checkpoint):
@@ -190,7 +192,7 @@ class Checkpoints(Checkpoint):
                 f"the ranks go on from different steps, {oldest} to {newest}; all of them must see the checkpoints in "
                 f"{self.folder}: set output_dir to a folder that all machines share"
             )
-        value = validation_of(trainer).measured(self.monitor, trainer)
+        value = measured_now(trainer, self.monitor)
         if value is not None and self._better(value):  # of an epoch that had not ended when its last step was saved
             self.best_value, self.best_step = value, step
         self._name_best(trainer)
@@ -210,20 +212,16 @@ class Checkpoints(Checkpoint):
             self.save(trainer)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        validation = validation_of(trainer)
-        value = validation.measured(self.monitor, trainer)
+        value = measured_now(trainer, self.monitor)
         before = self.best_value, self.best_step
         if value is not None and self._better(value):
             self.best_value, self.best_step = value, trainer.global_step
         if not self.save(trainer):
             self.best_value, self.best_step = before
         self._name_best(trainer)
-        if value is None and validation.step == trainer.global_step and validation.complete:
-            close = get_close_matches(self.monitor, validation.figures, n=3, cutoff=0.3)
-            raise ValueError(
-                f"checkpoints.monitor={self.monitor} is not measured; did you mean {' or '.join(close) or 'val/rsum'}? "
-                "Go on with resume=true and one that is"
-            )
+        validation = validation_of(trainer)
+        if validation is not None and validation.step == trainer.global_step and validation.complete:
+            self._check_monitor(validation.figures)
 
     def save(self, trainer: pl.Trainer) -> bool:
         """Saves this step; all ranks must call it. False on rank 0 if the disk would not take it."""
@@ -247,6 +245,14 @@ class Checkpoints(Checkpoint):
     def newest(self) -> Path | None:
         """The newest checkpoint written so far."""
         return next(newest_first(self.folder), None)
+
+    def _check_monitor(self, figures: Mapping[str, float]) -> None:
+        if self.monitor not in figures:
+            close = get_close_matches(self.monitor, figures, n=3, cutoff=0.3)
+            raise ValueError(
+                f"checkpoints.monitor={self.monitor} is not measured; did you mean {' or '.join(close) or 'val/rsum'}? "
+                "Go on with resume=true and one that is"
+            )
 
     def _better(self, value: float) -> bool:
         if not math.isfinite(value):

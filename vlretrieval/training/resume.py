@@ -14,8 +14,10 @@ log = logging.getLogger(__name__)
 
 # What a run cannot change half-way: other weights, other batches, or (the optimizer's state is restored) no effect.
 FIXED = ("model", "tokenizer", "seed", "data.batch_size", "optimizer", "ema_decay", "freeze", "loss.momentum")
-FREE = ("name", "output_dir", "resume", "progress_bar", "logger", "checkpoints", "validation", "heads")
-FREE += ("check", "pictures", "early_stopping", "sweep")
+FREE = (
+    *("name", "output_dir", "resume", "progress_bar", "logger", "checkpoints", "validation", "heads"),
+    *("check", "pictures", "early_stopping", "sweep"),
+)
 
 
 def resume_path(folder: Path) -> str | None:

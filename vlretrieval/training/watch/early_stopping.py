@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import EarlyStopping
 
-from vlretrieval.training.callbacks import validation_of
+from vlretrieval.training.callbacks import measured_now
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class StopEarly(EarlyStopping):
 
     def _count(self, trainer: pl.Trainer) -> bool:
         """Takes this step's validation into account, if there is one; whether the run is to end."""
-        value = validation_of(trainer).measured(self.monitor, trainer)
+        value = measured_now(trainer, self.monitor)
         if value is None or self._counted == trainer.global_step:
             return False
         self._counted = trainer.global_step

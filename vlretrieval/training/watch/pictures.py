@@ -11,6 +11,7 @@ from vlretrieval.evaluation.fonts import font_for
 from vlretrieval.evaluation.inputs import Inputs
 from vlretrieval.evaluation.outcome import Evaluation
 from vlretrieval.evaluation.picture_sheet import picture_sheet
+from vlretrieval.training.gather import world
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +53,8 @@ class Pictures:
                 beside=path.with_suffix(".txt").name,
                 font=self.font,
             )
-            sheet.write(path)
+            if world()[0] == 0:  # where weights are sharded all ranks draw, since none can compute alone
+                sheet.write(path)
         except OSError as error:  # a full disk
             log.warning("%s could not be written: %s", path, error)
             return
