@@ -144,6 +144,29 @@ def test_a_signal_before_the_first_step_is_as_good_as_any(tmp_path, monkeypatch)
     assert next(newest_first(tmp_path / "checkpoints")).name == "step-00000001.ckpt"
 
 
+@pytest.mark.parametrize("step", [4, STEPS])
+def test_a_run_that_left_after_an_epoch_s_last_step_makes_up_for_the_validation(whole, tmp_path, monkeypatch, step):
+    folder = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        plain = RetrievalTask.training_step
+
+        def training_step(self, batch, batch_idx):
+            if self._batches == step - 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return plain(self, batch, batch_idx)
+
+        patch.setattr(RetrievalTask, "training_step", training_step)
+        with pytest.raises(SystemExit):
+            run(folder, "trainer.log_every_n_steps=1")
+    run(folder, "trainer.log_every_n_steps=1", "resume=true")
+    assert_same_bits(last_weights(whole), last_weights(folder))
+    assert_same_bits(weights(whole / "checkpoints/best.ckpt"), weights(folder / "checkpoints/best.ckpt"))
+    lines = [line.split(",") for line in (folder / "metrics.csv").read_text().splitlines()]
+    table = [dict(zip(lines[0], line, strict=True)) for line in lines[1:]]
+    assert [int(row["step"]) for row in table if row["val/rsum"]] == [3, 7, 11]
+    assert [int(row["step"]) for row in table if row["train/loss"]] == list(range(STEPS))
+
+
 HOLDER = """
 import os, sys, time
 from omegaconf import OmegaConf
