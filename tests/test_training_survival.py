@@ -25,6 +25,7 @@ from vlretrieval.training.checkpoint_io import checkpoint_fault, newest_first
 from vlretrieval.training.momentum import Momentum
 from vlretrieval.training.nonfinite import NonFiniteGuard
 from vlretrieval.training.objective import Objective
+from vlretrieval.training.resume import resume_path
 from vlretrieval.training.task import RetrievalTask
 
 STATEFUL = ["loss=momentum", "loss.momentum.queue=24", "ema_decay=0.9"]
@@ -87,6 +88,18 @@ def test_a_run_whose_last_checkpoint_is_truncated_ends_with_the_same_bits_and_ot
     assert "going on with another data.num_workers: 0 in the checkpoint, 1 now" in caplog.text
 
 
+def test_before_the_first_checkpoint_there_is_none_to_go_on_from_and_without_a_whole_one_there_is_an_error(
+    tmp_path, caplog
+):
+    (tmp_path / "step-00000003.ckpt.partial").write_bytes(b"a part")
+    assert resume_path(tmp_path) is None and "no checkpoint was saved yet" in caplog.text
+    assert resume_path(tmp_path / "absent") is None
+    (tmp_path / "best.ckpt").write_bytes(b"someone removed the others")
+    with pytest.raises(ValueError, match="holds no whole checkpoint"):
+        resume_path(tmp_path)
+
+
+@pytest.mark.slow
 def test_a_run_ended_before_its_first_checkpoint_starts_anew_with_resume_true(whole, tmp_path, caplog):
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints/step-00000003.ckpt.partial").write_bytes(b"a part")
@@ -106,6 +119,7 @@ def test_a_kill_between_a_save_and_its_name_as_the_best_costs_no_best_checkpoint
     assert_same_bits(weights(whole / "checkpoints/best.ckpt"), weights(folder / "checkpoints/best.ckpt"))
 
 
+@pytest.mark.slow
 def test_a_kill_before_lightning_logs_an_epoch_costs_no_validation_figures(tmp_path, monkeypatch):
     """Lightning logs them after the epoch's checkpoint is written, and a run that goes on from there has no other."""
 
@@ -142,6 +156,29 @@ def test_a_signal_before_the_first_step_is_as_good_as_any(tmp_path, monkeypatch)
         run(tmp_path)
     assert leaving.value.code == 143
     assert next(newest_first(tmp_path / "checkpoints")).name == "step-00000001.ckpt"
+
+
+@pytest.mark.parametrize("step", [4, pytest.param(STEPS, marks=pytest.mark.slow)])
+def test_a_run_that_left_after_an_epoch_s_last_step_makes_up_for_the_validation(whole, tmp_path, monkeypatch, step):
+    folder = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        plain = RetrievalTask.training_step
+
+        def training_step(self, batch, batch_idx):
+            if self._batches == step - 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return plain(self, batch, batch_idx)
+
+        patch.setattr(RetrievalTask, "training_step", training_step)
+        with pytest.raises(SystemExit):
+            run(folder, "trainer.log_every_n_steps=1")
+    run(folder, "trainer.log_every_n_steps=1", "resume=true")
+    assert_same_bits(last_weights(whole), last_weights(folder))
+    assert_same_bits(weights(whole / "checkpoints/best.ckpt"), weights(folder / "checkpoints/best.ckpt"))
+    lines = [line.split(",") for line in (folder / "metrics.csv").read_text().splitlines()]
+    table = [dict(zip(lines[0], line, strict=True)) for line in lines[1:]]
+    assert [int(row["step"]) for row in table if row["val/rsum"]] == [3, 7, 11]
+    assert [int(row["step"]) for row in table if row["train/loss"]] == list(range(STEPS))
 
 
 HOLDER = """
@@ -185,6 +222,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", folder], check=True)
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_ends_the_run_in_the_end_loses_nothing_and_more_room_ends_it_well(
     whole, small_disk, caplog
 ):

@@ -52,6 +52,10 @@ class Preemption(Callback):
         # sends to the other ranks from within the handler
         trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
 
+    def on_exception(self, trainer: pl.Trainer, module: pl.LightningModule, exception: BaseException) -> None:
+        if not self._leaving:  # a process that is leaving has nothing to do but that
+            self.teardown(trainer, module, "fit")
+
     def teardown(self, trainer: pl.Trainer, module: pl.LightningModule, stage: str) -> None:
         for signum, handler in self._before.items():
             signal.signal(signum, handler)
