@@ -50,6 +50,8 @@ CASES = {
         length_buckets=2,
         **TWO_STEPS,
     ),
+    "recomputed": dict(contrastive=losses.info_nce, matching_negatives=2, checkpointing=True),
+    "frozen": dict(contrastive=losses.info_nce, matching_negatives=2, freeze=["image_encoder", "log_logit_scale"]),
 }
 CHUNKED = {f"{name}, in chunks": settings | dict(chunk=3) for name, settings in CASES.items()}
 
@@ -67,8 +69,14 @@ def batches() -> list[Batch]:
 
 def step(settings: dict, rank: int = 0, ranks: int = 1, way: str = "alone") -> tuple[torch.Tensor, dict]:
     """Loss and gradients of a step, of this rank's part of the batches; what came before it filled the queue."""
+    settings = dict(settings)
+    freeze, checkpointing = settings.pop("freeze", ()), settings.pop("checkpointing", False)
     bias = {"init_logit_bias": -5.0} if settings["contrastive"] is losses.sigmoid_loss else {}
-    module = RetrievalTask(tiny_model(joint=2, **bias), Objective(**settings), None)
+    model = tiny_model(joint=2, **bias)
+    for part in model.modules():
+        if hasattr(part, "activation_checkpointing"):
+            part.activation_checkpointing = checkpointing
+    module = RetrievalTask(model, Objective(**settings), None, freeze=freeze)
     called = _Loss(module)
     if way == "ddp":
         called = torch.nn.parallel.DistributedDataParallel(called, find_unused_parameters=True)

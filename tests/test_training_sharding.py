@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from tiny_training import STEPS, TINY, assert_same_bits, last_weights, run, weights
@@ -112,3 +113,10 @@ def test_an_older_torch_is_refused_with_the_way_out(monkeypatch):
     monkeypatch.setattr(sharding.torch, "__version__", "2.9.1+cpu")
     with pytest.raises(ValueError, match=r"needs torch 2.14 or newer, and this is 2.9.1\+cpu; take trainer=ddp"):
         sharding.Sharded()
+
+
+def test_what_does_not_go_with_it_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="compile=true does not go with trainer=fsdp2; set compile=false"):
+        run(tmp_path, "trainer=fsdp2", "trainer.devices=1", "compile=true")
+    with pytest.raises(ValueError, match="does not support .*precision='16-mixed'.* 32-true, bf16-mixed"):
+        pl.Trainer(strategy=sharding.Sharded(), precision="16-mixed", accelerator="cpu")

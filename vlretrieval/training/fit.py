@@ -35,6 +35,7 @@ from vlretrieval.training.precision import allow_tf32, choose_precision, device_
 from vlretrieval.training.preemption import Preemption, slurm_requeue
 from vlretrieval.training.result import Result
 from vlretrieval.training.resume import check_same_run, resume_path
+from vlretrieval.training.sharding import Sharded
 from vlretrieval.training.task import RetrievalTask
 from vlretrieval.training.warm_start import same_words, warm_start
 from vlretrieval.training.watch.check import check as sanity_check
@@ -76,6 +77,8 @@ def train(cfg: DictConfig) -> Result:
         *([ProgressBar(pace)] if cfg.progress_bar else []),
     ]
     trainer = build_trainer(cfg, callbacks, keeper.io)
+    if cfg.compile and isinstance(trainer.strategy, Sharded):
+        raise ValueError("compile=true does not go with trainer=fsdp2; set compile=false, or take trainer=ddp")
     log.info("set up in %.1f s", time.perf_counter() - started_at)
     trainer.fit(task, datamodule=data, ckpt_path=resumed, weights_only=True)
 

@@ -87,7 +87,8 @@ class Objective:
         matching_weight: of the binary loss, does this pair belong together (:func:`vlretrieval.losses.matching_loss`).
         ranking_weight: of picking the true one among hard negatives (:func:`vlretrieval.losses.ranking_loss`).
         matching_negatives: in-batch hard negatives drawn for each picture and for each caption.
-        matching_share: share of a step's pairs that are matched; their hard negatives still come from all of them.
+        matching_share: share of a step's pairs that are matched, the first of each rank's; their hard negatives still
+            come from all of them.
         matching_start: share of the run after which matching and ranking set in. Until the encoders tell things apart
             they teach little, and a step without them costs a third.
         length_buckets: runs of like length in which captions are computed, each padded to its own longest. Above 1 it

@@ -96,7 +96,7 @@ def adamw(
     first, second = betas
     optimizer = torch.optim.AdamW(groups, lr=lr, betas=(first, second), eps=eps, fused=True)
     # a fused step could unscale float16's gradients by itself, and Lightning clips none of an optimizer that does
-    optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+    optimizer._step_supports_amp_scaling = False
     return optimizer
 
 
