@@ -154,7 +154,7 @@ def test_a_metric_that_is_never_measured_is_told_with_the_nearest(tmp_path):
     keeper = Checkpoints(tmp_path, "val/rsumm")
     keeper.save = lambda trainer: True
     with pytest.raises(ValueError, match=r"monitor=val/rsumm is not measured; did you mean val/rsum"):
-        keeper.on_train_epoch_end(SimpleNamespace(callbacks=[measured], global_step=4), None)
+        keeper.on_train_epoch_end(SimpleNamespace(callbacks=[measured], global_step=4, is_global_zero=True), None)
 
 
 STOP = ["early_stopping.patience=1", "early_stopping.min_delta=1000", "trainer.log_every_n_steps=4"]
