@@ -44,7 +44,7 @@ WRONG = [
     # choices
     ("heads=crss", "heads=crss: no such choice; there are cross, dual; did you mean heads=cross?"),
     ("experiment=quickstrat", "did you mean experiment=quickstart?"),
-    ("logger=tensorboard", "logger=tensorboard: no such choice; there are csv, wandb"),
+    ("logger=tensorbord", "logger=tensorbord: no such choice; there are csv, tensorboard, wandb; did you mean"),
     ("modl=small", "no key 'modl' in the config; did you mean model?"),
     # missing
     ("data=karpathy", "data.json, data.images have no value; give data.json=... data.images=..."),

@@ -70,7 +70,7 @@ def test_a_command_sees_its_own_argv_and_no_hydra(start: Start, tmp_path: Path) 
 def test_each_job_of_a_sweep_has_its_own_folder_and_an_argv_that_repeats_it_alone(start: Start) -> None:
     calls = start("-m", "name=a", "seed=1,2", "heads.kv=1")
     assert [call["seed"] for call in calls] == [1, 2]
-    assert [call["output_dir"] for call in calls] == ["runs/a/0", "runs/a/1"]
+    assert [call["output_dir"] for call in calls] == ["runs/a/0_seed-1", "runs/a/1_seed-2"]
     for call in calls:
         (again,) = start(*call["argv"][1:])
         assert (again["seed"], again["output_dir"]) == (call["seed"], call["output_dir"])

@@ -35,7 +35,7 @@ TINY = [
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which runs/tiny was trained by the command, in a process of its own."""
     folder = tmp_path_factory.mktemp("work")
-    done = train(folder, "name=tiny", "logger=wandb", "logger.offline=true")
+    done = train(folder, "name=tiny", "logger=wandb")
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 
@@ -149,5 +149,6 @@ def test_two_processes_share_one_run_folder_however_they_are_started(tmp_path: P
 def test_a_sweep_trains_each_job_in_its_own_folder(tmp_path: Path) -> None:
     done = train(tmp_path, "-m", "name=sweep", "heads.kv=1,null", "trainer=ddp", "trainer.devices=2")
     assert done.returncode == 0, done.stdout + done.stderr
-    for number in "01":
-        assert (tmp_path / "runs" / "sweep" / number / "checkpoints" / "best.ckpt").is_file()
+    for folder in ("0_heads.kv-1", "1_heads.kv-null"):
+        assert (tmp_path / "runs" / "sweep" / folder / "checkpoints" / "best.ckpt").is_file()
+    assert "heads.kv=null" in done.stdout and (tmp_path / "runs" / "sweep" / "summary.csv").is_file()

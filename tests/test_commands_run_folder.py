@@ -52,6 +52,15 @@ def test_resuming_what_never_ran_is_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_run_killed_in_start_up_may_be_resumed_or_started(tmp_path: Path) -> None:
+    for resume in (True, False):
+        folder = tmp_path / str(resume)
+        folder.mkdir()
+        (folder / "config.yaml").write_text("name: a\n")  # what a killed process had written so far
+        with run_folder(config(folder, resume=resume)):
+            pass
+
+
 @pytest.mark.parametrize("error", [ValueError("bad"), KeyboardInterrupt()])
 def test_an_error_before_the_first_result_leaves_nothing(tmp_path: Path, error: BaseException) -> None:
     with pytest.raises(type(error)):

@@ -48,6 +48,13 @@ def test_a_run_that_goes_on_keeps_what_was_before_and_has_no_step_twice(
     assert all(float(row["loss"]) == int(row["step"]) / 2 for row in rows(path))
 
 
+def test_figures_that_come_late_join_the_last_row_of_the_earlier_session(tmp_path: Path) -> None:
+    write(tmp_path / "metrics.csv", range(4))
+    write(tmp_path / "metrics.csv", range(3, 4), **{"val/rsum": 300.0})
+    assert rows(tmp_path / "metrics.csv")[-1] == {"step": "3", "loss": "1.5", "val/rsum": "300.0"}
+    assert len(rows(tmp_path / "metrics.csv")) == 4
+
+
 def test_a_killed_process_loses_no_more_than_the_rows_held(tmp_path: Path) -> None:
     log = MetricsFile(tmp_path / "metrics.csv", flush_every=4)
     for step in range(10):

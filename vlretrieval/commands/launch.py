@@ -28,6 +28,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from vlretrieval.commands.check import check_config, compose_without_values
 from vlretrieval.commands.explain import one_line
 from vlretrieval.commands.log import log_to_console
+from vlretrieval.commands.sweep import finish, job_folder, sweeper_params, swept_keys
 from vlretrieval.commands.threads import set_threads
 
 USER_ERROR = 2  # the exit status of everything the user can put right
@@ -69,7 +70,7 @@ def command(
         @functools.wraps(function)
         def main() -> Any:
             show_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
-            words, values = split_literals(sys.argv[1:], literal)
+            program, (words, values) = sys.argv[0], split_literals(sys.argv[1:], literal)
 
             @functools.wraps(function)
             def job(cfg: DictConfig) -> Any:
@@ -78,7 +79,7 @@ def command(
                 # What the command starts must not inherit the setting below.
                 with environment("HYDRA_FULL_ERROR", "1" if show_traceback else None):
                     if HydraConfig.get().mode == RunMode.MULTIRUN:
-                        return one_job_of_many(function, cfg)
+                        return one_job_of_many(function, cfg, program, words)
                     # Here and not only further out: Hydra would put a line of its own before ours.
                     with errors_as_one_line(config_name, show_traceback):
                         return checked_call(function, cfg)
@@ -86,12 +87,15 @@ def command(
             with (
                 errors_as_one_line(config_name, show_traceback),
                 environment("HYDRA_FULL_ERROR", "1"),
-                arguments([sys.argv[0], *flags_first(words)]),
+                arguments([program, *flags_first(words)]),
             ):
                 check_flags(sys.argv[1:])
                 log_to_console(process_rank())
-                # Hydra prints errors in its own way and exits, unless the variable is set.
-                hydra.main(config_path=str(conf_dir()), config_name=config_name, version_base="1.3")(job)()
+                try:
+                    # Hydra prints errors in its own way and exits, unless the variable is set.
+                    hydra.main(config_path=str(conf_dir()), config_name=config_name, version_base="1.3")(job)()
+                finally:
+                    finish()
 
         return main
 
@@ -125,19 +129,22 @@ def checked_call(function: Callable[[DictConfig], Any], cfg: DictConfig) -> Any:
         return function(cfg)
 
 
-def one_job_of_many(function: Callable[[DictConfig], Any], cfg: DictConfig) -> Any:
+def one_job_of_many(function: Callable[[DictConfig], Any], cfg: DictConfig, program: str, words: list[str]) -> Any:
     """A job of a multirun: its own folder below the run folder, and an argv that names this job alone.
 
-    Lightning starts the other ranks by repeating argv: with ``-m`` in it, every rank would start the sweep anew.
+    ``program`` and ``words`` are what the sweep was started with: the job may run in another process. Lightning starts
+    the other ranks by repeating argv: with ``-m`` in it, every rank would start the sweep anew.
     """
-    number = HydraConfig.get().job.num
     overrides = list(HydraConfig.get().overrides.task)
+    words = flags_first(words)
+    swept = swept_keys(words, sweeper_params(OmegaConf.create({"hydra": HydraConfig.get()})))
+    folder = job_folder(HydraConfig.get().job.num, overrides, swept)
     if "output_dir" in cfg and not OmegaConf.is_missing(cfg, "name"):
         with open_dict(cfg):
-            cfg.output_dir = f"{cfg.output_dir}/{number}"
+            cfg.output_dir = f"{cfg.output_dir}/{folder}"
         overrides = [o for o in overrides if not o.startswith("output_dir=")] + [f"output_dir='{cfg.output_dir}'"]
     environment_before = dict(os.environ)
-    with arguments([sys.argv[0], *config_flags(sys.argv[1:]), *overrides]):
+    with arguments([program, *config_flags(words), *overrides]):
         try:
             return checked_call(function, cfg)
         finally:

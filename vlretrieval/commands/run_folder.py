@@ -63,15 +63,16 @@ def check_folder(folder: Path, resume: bool) -> None:
         raise ValueError(f"output_dir={folder} is a file; give another output_dir=")
     if holds_run(folder) and not resume:
         raise ValueError(f"{folder} already holds a run; continue it with resume=true or start another with name=...")
-    if resume and not holds_run(folder):
+    if resume and not (holds_run(folder) or (folder / "config.yaml").is_file()):  # the latter: ended in start-up
         raise ValueError(f"resume=true, but {folder} holds no run; start one with resume=false or give its name=...")
 
 
 def take(lock: IO[str], folder: Path) -> None:
     """Hold the folder as long as this process lives (the system lets go of it even after a kill)."""
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        # not flock: loader workers would inherit it, and hold it for seconds after this process was killed
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
         raise ValueError(f"another process is writing to {folder}; wait for it or give another name=...") from None
     except OSError:  # a file system without locks
         logging.getLogger(__name__).warning("%s cannot be locked; do not start two runs in it", folder)

@@ -16,11 +16,31 @@ def main(cfg: DictConfig) -> dict:
         from vlretrieval.commands.dry_run import show
 
         return show(cfg)
+    if cfg.check:
+        return check(cfg)
     with run_folder(cfg, process_rank()):
         from vlretrieval.training.fit import train  # torch and Lightning: only now, when the config is known to be good
 
         quiet_lightning()
         return train(cfg)
+
+
+def check(cfg: DictConfig) -> dict:
+    """Prints a line for each thing looked at; exits with 1 if one of them is wrong. Writes nothing."""
+    if process_rank() > 0:
+        return {}
+    from vlretrieval.training.fit import check as findings_of
+
+    quiet_lightning()
+    findings = findings_of(cfg)
+    for finding in findings:
+        print(finding)
+    wrong = sum(not finding.good for finding in findings)
+    if wrong:
+        print(f"check: {wrong} of {len(findings)} need a look; nothing was written")
+        raise SystemExit(1)
+    print(f"check: {len(findings)} of {len(findings)} ok; nothing was written")
+    return {"findings": len(findings)}
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The training loader: hands out whole batches and knows where it is, so that a resumed run goes on from there."""
 
 import signal
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -39,6 +40,7 @@ class TrainLoader:
         self.num_workers, self.pin_memory, self.timeout_s = num_workers, pin_memory, timeout_s
         self.epoch = 0
         self.handed_out = 0  # batches of self.epoch handed out
+        self.waited_s = 0.0  # that whoever iterates has waited for batches so far
         self._resumed = False
 
     def __len__(self) -> int:
@@ -48,7 +50,13 @@ class TrainLoader:
         if self.handed_out and not self._resumed:
             self.epoch, self.handed_out = self.epoch + 1, 0
         self._resumed = False
-        for batch in self._batches(self.epoch, self.handed_out):
+        batches = self._batches(self.epoch, self.handed_out)
+        while True:
+            asked_at = time.perf_counter()
+            batch = next(batches, None)
+            self.waited_s += time.perf_counter() - asked_at
+            if batch is None:
+                return
             # Counted before it is handed out: a checkpoint written during step k holds k + 1 batches.
             self.handed_out += 1
             yield batch

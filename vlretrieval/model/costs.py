@@ -41,12 +41,13 @@ class Cost:
         return Cost(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
-def costs(model: Mapping[str, Any], text_length: int | None = None) -> dict[str, Cost]:
+def costs(model: Mapping[str, Any], text_length: int | None = None, *, training: bool = False) -> dict[str, Cost]:
     """The cost of each part, by name.
 
     Args:
         model: the resolved ``model`` block of a config.
         text_length: tokens of a caption, padding included; None = the context length.
+        training: FLOPs without the patches that training drops.
 
     Raises:
         ValueError: for a ``_target_`` other than this package's own encoders and heads.
@@ -58,7 +59,7 @@ def costs(model: Mapping[str, Any], text_length: int | None = None) -> dict[str,
     projections = linear(text["dim"], width, 1, bias=False) + linear(image["dim"], width, 1, bias=False)
     parts = {
         "text encoder": text_encoder(text, length),
-        "image encoder": image_encoder(image),
+        "image encoder": image_encoder(image, training),
         # with the scale of the cosines, and their bias
         "projections": projections + Cost(parameters=1 + (outer["init_logit_bias"] is not None)),
     }
@@ -66,7 +67,7 @@ def costs(model: Mapping[str, Any], text_length: int | None = None) -> dict[str,
         heads = arguments(CrossModal, outer["crossmodal"], "model.crossmodal")
         for kind, part in (("text_to_image", text_to_image), ("image_to_text", image_to_text), ("joint", joint)):
             if heads[kind]:
-                cost = part(heads, length, image_length(image))
+                cost = part(heads, length, image_length(image, training))
                 trained = part(heads, length, image_length(image, training=True))  # patches may be left out in training
                 parts[kind.replace("_", "-") + " heads"] = replace(cost, activations=trained.activations)
         if heads["image_to_text"] and heads["joint"]:  # both start from the picture's tokens, which are kept once
@@ -126,15 +127,15 @@ def text_encoder(of: Mapping[str, Any], length: int) -> Cost:
     return Cost(parameters=table * dim) + transformer(of, length) + pool
 
 
-def image_encoder(of: Mapping[str, Any]) -> Cost:
-    """Of all arguments of :class:`ImageEncoder`, for a picture of ``image_size``."""
+def image_encoder(of: Mapping[str, Any], training: bool = False) -> Cost:
+    """Of all arguments of :class:`ImageEncoder`, for a picture of ``image_size``; ``training`` as in :func:`costs`."""
     dim, length, prefix = of["dim"], image_length(of), int(of["pool"] == "first")
     table = prefix + (length if of["position"] == "learned" else 0)
     patches = linear(3 * of["patch_size"] ** 2, dim, length - prefix) + Cost(parameters=table * dim)
-    trained = transformer(of, image_length(of, training=True)).activations
-    if of["patch_dropout"]:
-        trained += length * dim  # what is chosen from
-    return patches + replace(transformer(of, length), activations=trained)
+    trained = transformer(of, image_length(of, training=True))
+    activations = trained.activations + (length * dim if of["patch_dropout"] else 0)  # what is chosen from
+    computed = trained if training else transformer(of, length)
+    return patches + replace(computed, activations=activations)
 
 
 def image_length(of: Mapping[str, Any], training: bool = False) -> int:

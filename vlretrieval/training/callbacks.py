@@ -9,6 +9,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, Checkpoint
 
 from vlretrieval.training.checkpoint_io import AtomicCheckpointIO, newest_first, sweep_partials, sync_folder
+from vlretrieval.training.gather import highest
 from vlretrieval.training.sharding import Sharded
 
 log = logging.getLogger(__name__)
@@ -28,23 +30,58 @@ class Validation(Callback):
     """Measures the model on the validation split at the end of every n-th epoch, and of the last.
 
     Args:
-        measure: ``model -> {"val/t2i/R@1": 61.3, ...}``; run by rank 0 alone, while the others wait; by all where the
-            weights are sharded.
+        measure: ``(model, reranked) -> ({"val/t2i/R@1": 61.3, ...}, outcome)``; run by rank 0 alone, while the others
+            wait; by all where the weights are sharded. ``reranked`` asks for the second stage too.
         every_n_epochs: how often.
+        rerank_every_n_epochs: how often the second stage too, a multiple of ``every_n_epochs``; None: every time.
+        show: called by rank 0 with ``(model, outcome, epoch, last)`` after each measuring, to draw it.
     """
 
-    def __init__(self, measure: Callable[[torch.nn.Module], Mapping[str, float]], every_n_epochs: int = 1):
+    def __init__(
+        self,
+        measure: Callable[[torch.nn.Module, bool], tuple[Mapping[str, float], Any]],
+        every_n_epochs: int = 1,
+        rerank_every_n_epochs: int | None = None,
+        show: Callable[[torch.nn.Module, Any, int, bool], None] | None = None,
+    ):
         if every_n_epochs < 1:
             raise ValueError(f"every_n_epochs={every_n_epochs} must be at least 1")
-        self.measure, self.every_n_epochs = measure, every_n_epochs
+        check_multiple("validation.rerank_every_n_epochs", rerank_every_n_epochs, every_n_epochs)
+        self.measure, self.every_n_epochs, self.show = measure, every_n_epochs, show
+        self.rerank_every_n_epochs = rerank_every_n_epochs or every_n_epochs
         self.seconds = 0.0
+        self.figures: Mapping[str, float] = {}
+        self.step = -1  # that ``figures`` are of
+        self.complete = False  # whether those are all that there ever are
+        self._epochs = 0  # ended
+        self._epochs_before: int | None = None  # as the checkpoint has it that the run goes on from
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epochs": self._epochs}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._epochs = self._epochs_before = state["epochs"]
+
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        # saved after an epoch's last step and not gone on to its end: Lightning takes that epoch as ended
+        if self._epochs_before is not None and self._epochs_before < trainer.current_epoch:
+            self._end_epoch(trainer, module, trainer.current_epoch)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        epoch = trainer.current_epoch + 1
+        self._end_epoch(trainer, module, trainer.current_epoch + 1)
+        if self.step == trainer.global_step:
+            for name, value in self.figures.items():
+                shown = name.endswith("R@1")
+                module.log(name, float(value), logger=False, prog_bar=shown, rank_zero_only=False, sync_dist=False)
+
+    def _end_epoch(self, trainer: pl.Trainer, module: pl.LightningModule, epoch: int) -> None:
+        """Measures after ``epoch`` (the first is 1), if it is its turn."""
+        self._epochs = epoch
         last = epoch == trainer.max_epochs or trainer.should_stop
         if epoch % self.every_n_epochs and not last:
             return
         started_at = time.perf_counter()
+        self.complete = last or epoch % self.rerank_every_n_epochs == 0
         figures: Mapping[str, float] = {}
         sharded = isinstance(trainer.strategy, Sharded)  # then no rank can compute without the others
         if trainer.is_global_zero or sharded:
@@ -53,16 +90,44 @@ class Validation(Callback):
             # before inference mode: weights copied within it could not be trained
             model: Any = module.model
             with average.in_place_of(model) if average else nullcontext(), torch.inference_mode():
-                figures = self.measure(model)
+                figures, outcome = self.measure(model, self.complete)
+                if self.show is not None:
+                    self.show(model, outcome, epoch, last)
             module.train()
         if trainer.world_size > 1:
             figures = trainer.strategy.broadcast(dict(figures))
-        for name, value in figures.items():
-            module.log(name, float(value), prog_bar=name.endswith("R@1"), rank_zero_only=False, sync_dist=False)
+        self.figures, self.step = figures, trainer.global_step
+        for logger in trainer.loggers:  # now: Lightning would after the epoch's save, and a kill between them lose it
+            logger.log_metrics({**figures, "epoch": epoch - 1}, step=trainer.global_step - 1)
+            logger.save()
         self.seconds += time.perf_counter() - started_at
         shown = {k: v for k, v in figures.items() if k.endswith(HEADLINES)}
         line = "  ".join(f"{name.removeprefix('val/')} {value:.1f}" for name, value in shown.items())
         log.info("epoch %d, step %d: %s", epoch, trainer.global_step, line)
+
+
+def check_multiple(key: str, every: int | None, validation: int) -> None:
+    """What is done with a validation's outcome can be done no more often than there is one.
+
+    Raises:
+        ValueError: naming ``key``.
+    """
+    if every is not None and (every < 1 or every % validation):
+        raise ValueError(f"{key}={every} must be a multiple of validation.every_n_epochs={validation}, or null")
+
+
+def validation_of(trainer: pl.Trainer) -> Validation | None:
+    """The run's own."""
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    return next((c for c in callbacks if isinstance(c, Validation)), None)
+
+
+def measured_now(trainer: pl.Trainer, name: str) -> float | None:
+    """A validation figure, if it was measured at this very step, and is not left from an earlier epoch."""
+    validation = validation_of(trainer)
+    if validation is None or validation.step != trainer.global_step or name not in validation.figures:
+        return None
+    return float(validation.figures[name])
 
 
 class Checkpoints(Checkpoint):
@@ -91,6 +156,8 @@ class Checkpoints(Checkpoint):
     ):
         if mode not in ("max", "min"):
             raise ValueError(f"mode={mode!r} is not known; choose max or min")
+        if not monitor.startswith("val/"):
+            raise ValueError(f"checkpoints.monitor={monitor} must be measured on the validation split: val/...")
         if keep < 1:
             raise ValueError(f"keep={keep} must be at least 1")
         self.folder, self.monitor, self.mode = Path(folder), monitor, mode
@@ -117,23 +184,44 @@ class Checkpoints(Checkpoint):
         if state["monitor"] == self.monitor:
             self.best_value, self.best_step = state["best_value"], state["best_step"]
 
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        step = trainer.global_step
+        newest, oldest = highest(step, module.device), -highest(-step, module.device)
+        if newest != oldest:  # a folder that not all machines see, say
+            raise ValueError(
+                f"the ranks go on from different steps, {oldest} to {newest}; all of them must see the checkpoints in "
+                f"{self.folder}: set output_dir to a folder that all machines share"
+            )
+        value = measured_now(trainer, self.monitor)
+        if value is not None and self._better(value):  # of an epoch that had not ended when its last step was saved
+            self.best_value, self.best_step = value, step
+        self._name_best(trainer)
+
+    def on_fit_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self._name_best(trainer)
+
+    def _name_best(self, trainer: pl.Trainer) -> None:
+        """Gives the best checkpoint its name, if the run was ended between its save and that."""
+        source, name = self.folder / f"step-{self.best_step:08d}.ckpt", self.folder / "best.ckpt"
+        if trainer.is_global_zero and source.is_file() and not (name.is_file() and name.samefile(source)):
+            link(source, name)
+
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         step = trainer.global_step
         if self.every_n_steps and step % self.every_n_steps == 0 and step != self._saved_step:
             self.save(trainer)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        found = trainer.callback_metrics.get(self.monitor)
-        value = float("nan") if found is None else float(found)
-        measured = found is not None and self._fresh(trainer)
+        value = measured_now(trainer, self.monitor)
         before = self.best_value, self.best_step
-        if measured and self._better(value):
+        if value is not None and self._better(value):
             self.best_value, self.best_step = value, trainer.global_step
-        saved = self.save(trainer)
-        if not saved:
+        if not self.save(trainer):
             self.best_value, self.best_step = before
-        elif measured and self.best_step == trainer.global_step and trainer.is_global_zero:
-            link(self.folder / "last.ckpt", self.folder / "best.ckpt")
+        self._name_best(trainer)
+        validation = validation_of(trainer)
+        if validation is not None and validation.step == trainer.global_step and validation.complete:
+            self._check_monitor(validation.figures)
 
     def save(self, trainer: pl.Trainer) -> bool:
         """Saves this step; all ranks must call it. False on rank 0 if the disk would not take it."""
@@ -158,12 +246,13 @@ class Checkpoints(Checkpoint):
         """The newest checkpoint written so far."""
         return next(newest_first(self.folder), None)
 
-    def _fresh(self, trainer: pl.Trainer) -> bool:
-        """Whether the metric was measured in this very epoch, and is not left from an earlier one."""
-        callbacks = trainer.callbacks  # type: ignore[attr-defined]
-        validation = next(c for c in callbacks if isinstance(c, Validation))
-        epoch = trainer.current_epoch + 1
-        return epoch % validation.every_n_epochs == 0 or epoch == trainer.max_epochs or trainer.should_stop
+    def _check_monitor(self, figures: Mapping[str, float]) -> None:
+        if self.monitor not in figures:
+            close = get_close_matches(self.monitor, figures, n=3, cutoff=0.3)
+            raise ValueError(
+                f"checkpoints.monitor={self.monitor} is not measured; did you mean {' or '.join(close) or 'val/rsum'}? "
+                "Go on with resume=true and one that is"
+            )
 
     def _better(self, value: float) -> bool:
         if not math.isfinite(value):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import hydra
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
-from lightning.pytorch.callbacks import Callback, RichProgressBar
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
@@ -22,10 +24,11 @@ import vlretrieval
 from vlretrieval.data.datamodule import RetrievalData
 from vlretrieval.evaluation.evaluate import Settings, evaluate
 from vlretrieval.evaluation.inputs import Inputs
+from vlretrieval.evaluation.outcome import Evaluation
 from vlretrieval.model.hints import head_width_hints
 from vlretrieval.model.retrieval_model import RetrievalModel
 from vlretrieval.model.seeding import seed_heads
-from vlretrieval.training.callbacks import Checkpoints, Describe, Validation
+from vlretrieval.training.callbacks import Checkpoints, Describe, Validation, check_multiple
 from vlretrieval.training.compiled import compile_parts
 from vlretrieval.training.nonfinite import NonFiniteGuard
 from vlretrieval.training.precision import allow_tf32, choose_precision, device_of
@@ -35,6 +38,13 @@ from vlretrieval.training.resume import check_same_run, resume_path
 from vlretrieval.training.sharding import Sharded
 from vlretrieval.training.task import RetrievalTask
 from vlretrieval.training.warm_start import same_words, warm_start
+from vlretrieval.training.watch.check import check as sanity_check
+from vlretrieval.training.watch.early_stopping import StopEarly
+from vlretrieval.training.watch.first_steps import FirstSteps
+from vlretrieval.training.watch.pace import Pace, ProgressBar
+from vlretrieval.training.watch.pictures import Pictures
+from vlretrieval.training.watch.sanity import Finding
+from vlretrieval.training.watch.step_flops import StepFlops
 
 log = logging.getLogger(__name__)
 
@@ -46,9 +56,53 @@ def train(cfg: DictConfig) -> Result:
         ValueError: for anything in the config, the data or the run folder that a user can put right.
     """
     started_at = time.perf_counter()
-    torch.manual_seed(cfg.seed)  # the weights drawn below; each step seeds itself
     folder = Path(cfg.output_dir)
     resumed = resume_path(folder / "checkpoints") if cfg.resume else None
+    data, task = build(cfg, resumed)
+    if cfg.compile:
+        compile_parts(task.model)
+
+    keeper = Checkpoints(folder / "checkpoints", **cfg.checkpoints)
+    pace = Pace(step_flops(cfg))
+    callbacks = [
+        pace,
+        Describe(description(cfg, data)),
+        FirstSteps(pace),  # before the guard, which may drop the gradients
+        NonFiniteGuard(keeper, folder / "nonfinite.jsonl", **cfg.nonfinite),
+        Preemption(keeper, slurm_requeue() if cfg.requeue else None),
+        # after it: who is asked to leave does not wait for a validation
+        validation(cfg, data),
+        *early_stopping(cfg),
+        keeper,
+        *([ProgressBar(pace)] if cfg.progress_bar else []),
+    ]
+    trainer = build_trainer(cfg, callbacks, keeper.io)
+    if cfg.compile and isinstance(trainer.strategy, Sharded):
+        raise ValueError("compile=true does not go with trainer=fsdp2; set compile=false, or take trainer=ddp")
+    log.info("set up in %.1f s", time.perf_counter() - started_at)
+    trainer.fit(task, datamodule=data, ckpt_path=resumed, weights_only=True)
+
+    figures = {
+        "step": trainer.global_step,
+        "best_step": keeper.best_step,
+        keeper.monitor: keeper.best_value,
+        "seconds": round(time.perf_counter() - started_at, 1),
+        "parameters": sum(p.numel() for p in task.model.parameters()),
+        "checkpoint": str(keeper.folder / "best.ckpt"),
+    }
+    result = Result(figures, keeper.monitor)
+    if trainer.is_global_zero:
+        (folder / "result.json").write_text(json.dumps(result, indent=1) + "\n")
+        log.info("done: %s", json.dumps(result))
+    return result
+
+
+def build(cfg: DictConfig, resumed: str | None = None) -> tuple[RetrievalData, RetrievalTask]:
+    """The data, its tokenizer fitted, and the model in its task, its weights drawn or read.
+
+    ``resumed`` is the checkpoint that the run goes on from, which must be this run's own.
+    """
+    torch.manual_seed(cfg.seed)  # the weights drawn below; each step seeds itself
     data: RetrievalData = hydra.utils.instantiate(cfg.data)
     words = True
     if cfg.init_from:
@@ -60,8 +114,9 @@ def train(cfg: DictConfig) -> Result:
     if cfg.head_seed is not None:
         seed_heads(model, cfg.head_seed)
     say_what_is_built(model)
-
-    if cfg.init_from and not cfg.resume:
+    if resumed is not None:
+        check_same_run(resumed, description(cfg, data)["config"])
+    elif cfg.init_from:
         warm_start(model, cfg.init_from, cfg.init_parts, strict=cfg.init_strict, words=words)
     task = RetrievalTask(
         model,
@@ -72,40 +127,19 @@ def train(cfg: DictConfig) -> Result:
         ema_decay=cfg.ema_decay,
         freeze=cfg.freeze,
     )
-    if cfg.compile:
-        compile_parts(model)
+    return data, task
 
-    described = description(cfg, data)
-    keeper = Checkpoints(folder / "checkpoints", **cfg.checkpoints)
-    callbacks = [
-        Validation(
-            validation_measure(data, hydra.utils.instantiate(cfg.validation.settings)), cfg.validation.every_n_epochs
-        ),
-        Describe(described),
-        NonFiniteGuard(keeper, folder / "nonfinite.jsonl", **cfg.nonfinite),
-        keeper,
-        Preemption(keeper, slurm_requeue() if cfg.requeue else None),
-    ]
-    trainer = build_trainer(cfg, callbacks, keeper.io)
-    if cfg.compile and isinstance(trainer.strategy, Sharded):
-        raise ValueError("compile=true does not go with trainer=fsdp2; set compile=false, or take trainer=ddp")
-    if resumed is not None:
-        check_same_run(resumed, described["config"])
-    log.info("set up in %.1f s", time.perf_counter() - started_at)
-    trainer.fit(task, datamodule=data, ckpt_path=resumed, weights_only=True)
 
-    figures = {
-        "step": trainer.global_step,
-        "best_step": keeper.best_step,
-        keeper.monitor: keeper.best_value,
-        "seconds": round(time.perf_counter() - started_at, 1),
-        "checkpoint": str(keeper.folder / "best.ckpt"),
-    }
-    result = Result(figures, keeper.monitor)
-    if trainer.is_global_zero:
-        (folder / "result.json").write_text(json.dumps(result, indent=1) + "\n")
-        log.info("done: %s", json.dumps(result))
-    return result
+def check(cfg: DictConfig) -> list[Finding]:
+    """What ``check=true`` finds before a run, from a new model and the first batches; writes nothing."""
+    with tempfile.TemporaryDirectory() as scratch:
+        cfg = cfg.copy()
+        if "bad_samples_file" in cfg.data:
+            cfg.data.bad_samples_file = f"{scratch}/bad_samples.jsonl"
+        data, task = build(cfg)
+        device = torch.device(device_of(cfg.trainer.accelerator))
+        allow_tf32(device.type)
+        return sanity_check(task, hydra.utils.instantiate(cfg.optimizer), iter(data.train_dataloader()), device)
 
 
 def build_trainer(cfg: DictConfig, callbacks: list[Callback], io: CheckpointIO) -> pl.Trainer:
@@ -119,7 +153,7 @@ def build_trainer(cfg: DictConfig, callbacks: list[Callback], io: CheckpointIO) 
         cfg.trainer,
         precision=choose_precision(cfg.trainer.precision, device),
         logger=hydra.utils.instantiate(cfg.logger),
-        callbacks=[*callbacks, *([RichProgressBar()] if cfg.progress_bar else [])],
+        callbacks=callbacks,
         plugins=plugins,
         default_root_dir=str(cfg.output_dir),
         enable_progress_bar=bool(cfg.progress_bar),
@@ -153,12 +187,42 @@ def say_what_is_built(model: RetrievalModel) -> None:
     log.info("a dual encoder with %s cross-modal heads, %s parameters", " and ".join(kinds), f"{parameters:,}")
 
 
-def validation_measure(data: RetrievalData, settings: Settings) -> Callable[[nn.Module], Mapping[str, float]]:
-    """``model -> {"val/t2i/R@1": ...}``, on the validation split, made ready once."""
+def validation(cfg: DictConfig, data: RetrievalData) -> Validation:
+    """Measures, and draws, the validation split, which is made ready once."""
+    settings: Settings = hydra.utils.instantiate(cfg.validation.settings)
+    every, rerank_every = cfg.validation.every_n_epochs, cfg.validation.rerank_every_n_epochs
+    if rerank_every is not None and not settings.top_k:
+        raise ValueError(
+            f"validation.rerank_every_n_epochs={rerank_every} has no effect with validation.settings.top_k=0; set how "
+            "many candidates are re-ranked, e.g. validation.settings.top_k=16"
+        )
     split = data.split("val")
-    inputs = Inputs(split, data.tokenizer, data.transform)
+    inputs = Inputs(settings.protocol.prepare(split), data.tokenizer, data.transform)
 
-    def measure(model: nn.Module) -> Mapping[str, float]:
-        return evaluate(model, split, data.tokenizer, data.transform, settings, inputs=inputs).scalars("val/")
+    def measure(model: nn.Module, reranked: bool) -> tuple[Mapping[str, float], Evaluation]:
+        asked = settings if reranked else replace(settings, top_k=0)
+        outcome = evaluate(model, split, data.tokenizer, data.transform, asked, inputs=inputs)
+        return outcome.scalars("val/"), outcome
 
-    return measure
+    show = None
+    if cfg.pictures.every_n_epochs is not None:
+        check_multiple("pictures.every_n_epochs", cfg.pictures.every_n_epochs, every)
+        show = Pictures(Path(cfg.output_dir) / "pictures", inputs, **cfg.pictures)
+    return Validation(measure, every, rerank_every, show)
+
+
+def early_stopping(cfg: DictConfig) -> list[Callback]:
+    if cfg.early_stopping.patience is None:
+        return []
+    return [StopEarly(cfg.checkpoints.monitor, cfg.checkpoints.mode, **cfg.early_stopping)]
+
+
+def step_flops(cfg: DictConfig) -> StepFlops | None:
+    """None for a model whose costs are not known from its config."""
+    frozen = tuple(part for part in ("image_encoder", "text_encoder", "crossmodal") if part in cfg.freeze)
+    model: Any = OmegaConf.to_container(cfg.model, resolve=True)
+    try:
+        return StepFlops(model, frozen, teacher=cfg.loss.get("momentum") is not None)
+    except ValueError as error:
+        log.info("the share of the device's peak is not shown: %s", error)
+        return None

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 class MetricsFile(Logger):
     """Lightning's logger that writes one CSV file.
 
-    When a run goes on from step s, the rows from s on, which will come again, are dropped from the file.
+    When a run goes on from step s, the rows after s, which will come again, are dropped from the file.
 
     Args:
         path: of the file.
@@ -69,13 +69,13 @@ class MetricsFile(Logger):
             self.save()
 
     def _earlier(self, step: int) -> list[dict[str, Any]]:
-        """Rows of an earlier session, below ``step``."""
+        """Rows of an earlier session up to ``step``, whose figures come again or are added to."""
         if not self.path.is_file():
             return []
         with self.path.open(newline="", encoding="utf-8") as file:
             rows = [{name: text for name, text in row.items() if name and text} for row in csv.DictReader(file)]
         whole = [row for row in rows if row.get("step", "").lstrip("-").isdigit()]  # a kill may have torn the last
-        return [{**row, "step": int(row["step"])} for row in whole if int(row["step"]) < step]
+        return [{**row, "step": int(row["step"])} for row in whole if int(row["step"]) <= step]
 
     @rank_zero_only
     def save(self) -> None:

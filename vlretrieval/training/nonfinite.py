@@ -83,9 +83,12 @@ class NonFiniteGuard(Callback):
             "gradient_norm": norm if math.isfinite(norm) else str(norm),
             "captions": captions,
         }
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+        except OSError as error:  # a full disk is no reason to end the run
+            log.warning("%s could not be written (%s): %s", self.path, error, json.dumps(line))
         log.warning(
             "step %d skipped: loss %g, gradient norm %g on rank 0; its captions are in %s",
             trainer.global_step,

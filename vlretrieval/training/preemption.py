@@ -40,12 +40,21 @@ class Preemption(Callback):
     def __init__(self, checkpoints: Checkpoints, requeue: Callable[[], None] | None = None):
         self.checkpoints, self.requeue = checkpoints, requeue
         self.received = 0  # 1: leave; 2: leave and be put back into the queue
+        self._leaving = False  # saved, and about to
         self._before: dict[int, Any] = {}
         self._step = -1
 
-    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:  # after Lightning set its own
-        if threading.current_thread() is threading.main_thread():  # a handler can be set from nowhere else
-            self._before = {signum: signal.signal(signum, self._note) for signum in SIGNALS}
+    def setup(self, trainer: pl.Trainer, module: pl.LightningModule, stage: str) -> None:
+        if threading.current_thread() is not threading.main_thread():  # a handler can be set from nowhere else
+            return
+        self._before = {signum: signal.signal(signum, self._note) for signum in SIGNALS}
+        # Lightning's would be called beside ours until the first step: it ends the run unsaved, with status 0, and
+        # sends to the other ranks from within the handler
+        trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
+
+    def on_exception(self, trainer: pl.Trainer, module: pl.LightningModule, exception: BaseException) -> None:
+        if not self._leaving:  # a process that is leaving has nothing to do but that
+            self.teardown(trainer, module, "fit")
 
     def teardown(self, trainer: pl.Trainer, module: pl.LightningModule, stage: str) -> None:
         for signum, handler in self._before.items():
@@ -67,7 +76,19 @@ class Preemption(Callback):
             log.warning("asked to leave: saved at step %d; go on with resume=true", self._step)
             if received == 2 and self.requeue is not None:
                 self.requeue()
-        raise SystemExit(exit_status(trainer))
+        self._leaving = True
+
+    # Not there and then: Lightning has still to log the step's figures. Nor after an epoch's validation, which may take
+    # longer than a scheduler waits; the resumed run makes up for it.
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._leave(trainer)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self._leave(trainer)
+
+    def _leave(self, trainer: pl.Trainer) -> None:
+        if self._leaving:
+            raise SystemExit(exit_status(trainer))
 
 
 def exit_status(trainer: pl.Trainer) -> int:

@@ -14,15 +14,24 @@ log = logging.getLogger(__name__)
 
 # What a run cannot change half-way: other weights, other batches, or (the optimizer's state is restored) no effect.
 FIXED = ("model", "tokenizer", "seed", "data.batch_size", "optimizer", "ema_decay", "freeze", "loss.momentum")
-FREE = ("name", "output_dir", "resume", "progress_bar", "logger", "checkpoints", "validation", "heads")
+FREE = (
+    *("name", "output_dir", "resume", "progress_bar", "logger", "checkpoints", "validation", "heads"),
+    *("check", "pictures", "early_stopping", "sweep"),
+)
 
 
-def resume_path(folder: Path) -> str:
+def resume_path(folder: Path) -> str | None:
     """The newest whole checkpoint; a damaged one is named and the one before is taken.
 
+    None, and a line saying so, where the run was broken off before it saved anything: from the same seed it starts
+    again as it did the first time.
+
     Raises:
-        ValueError: if there is none.
+        ValueError: if there are checkpoints and none can be gone on from.
     """
+    if not any(folder.glob("*.ckpt")):
+        log.warning("no checkpoint was saved yet in %s: starting at step 0", folder)
+        return None
     for path in newest_first(folder):
         fault = checkpoint_fault(path)
         if fault is None:

@@ -60,6 +60,8 @@ class RetrievalTask(pl.LightningModule):
         self._optimizer, self._scheduler = optimizer, scheduler
         self._sharded = False
         self._total_steps = 1
+        # of the last step, to be looked at: image embeddings, text embeddings, losses by name
+        self.latest: tuple[Tensor, Tensor, dict[str, Tensor]] | None = None
         self._batches = 0  # begun so far; Lightning's own batch_idx is one behind after a resume in mid-epoch
 
     def configure_model(self) -> None:
@@ -109,6 +111,7 @@ class RetrievalTask(pl.LightningModule):
         pairs = self.encode(batch)
         self._batches += 1
         loss, parts = self.objective(self.model, pairs, self.progress)
+        self.latest = pairs.image.embedding.detach(), pairs.text.embedding.detach(), parts
         for name, value in parts.items():
             self.log(f"train/{name}", value, prog_bar=name != "matching_accuracy", batch_size=len(pairs.image))
         self.log("train/loss", loss.detach(), batch_size=len(pairs.image))
@@ -117,6 +120,10 @@ class RetrievalTask(pl.LightningModule):
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        self.after_step()
+
+    def after_step(self) -> None:
+        """What follows an optimizer step: the scale within its bounds, the averages moved."""
         with torch.no_grad():
             self.model.log_logit_scale.clamp_(0.0, math.log(MAX_LOGIT_SCALE))
         if self.average is not None:
@@ -179,6 +186,11 @@ class RetrievalTask(pl.LightningModule):
             raise ValueError(f"the average of the weights (ema_decay) was {was} in the checkpoint and is {now} now")
         if self.average is not None and own is not None:
             self.average.restore(checkpoint["state_dict"], "model.", own["weights"], own["steps"])
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the whole run; 1 outside a run."""
+        return self._total_steps
 
     @property
     def progress(self) -> float:
