@@ -87,8 +87,6 @@ def train(cfg: DictConfig) -> Result:
         Preemption(keeper, slurm_requeue() if cfg.requeue else None),
     ]
     trainer = build_trainer(cfg, callbacks, keeper.io)
-    if cfg.compile and isinstance(trainer.strategy, Sharded):
-        raise ValueError("compile=true does not go with trainer=fsdp2; set compile=false, or take trainer=ddp")
     if resumed is not None:
         check_same_run(resumed, described["config"])
     log.info("set up in %.1f s", time.perf_counter() - started_at)
@@ -115,7 +113,7 @@ def build_trainer(cfg: DictConfig, callbacks: list[Callback], io: CheckpointIO) 
     plugins: list[Any] = [io]
     if SLURMEnvironment.detect():
         plugins.append(SLURMEnvironment(auto_requeue=False))  # its own saves in the middle of a step
-    return hydra.utils.instantiate(
+    trainer: pl.Trainer = hydra.utils.instantiate(
         cfg.trainer,
         precision=choose_precision(cfg.trainer.precision, device),
         logger=hydra.utils.instantiate(cfg.logger),
@@ -126,6 +124,9 @@ def build_trainer(cfg: DictConfig, callbacks: list[Callback], io: CheckpointIO) 
         enable_model_summary=False,
         use_distributed_sampler=False,  # the loader splits batches over ranks itself, and remembers where it is
     )
+    if cfg.compile and isinstance(trainer.strategy, Sharded):
+        raise ValueError("compile=true does not go with trainer=fsdp2; set compile=false, or take trainer=ddp")
+    return trainer
 
 
 def description(cfg: DictConfig, data: RetrievalData) -> dict[str, Any]:
