@@ -11,10 +11,12 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import torch
-from tiny_training import STEPS, TINY, assert_same_bits, last_weights, run, weights
+from tiny_training import STEPS, TINY, assert_same_bits, config, last_weights, run, weights
 
 from vlretrieval.deploy.checkpoint import load_checkpoint
 from vlretrieval.training import sharding
+from vlretrieval.training.checkpoint_io import AtomicCheckpointIO
+from vlretrieval.training.fit import build_trainer
 from vlretrieval.training.sharding import clip_gradients, total_norm
 
 ROOT = Path(__file__).parent.parent
@@ -26,7 +28,7 @@ def sharded(folder: Path, *overrides: str) -> None:
     words = [*TINY, *SETTINGS, f"output_dir={folder}", "trainer=fsdp2", "trainer.devices=2", *overrides]
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(ROOT / "scripts/train.py"), *words]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "returned a view tensor" not in done.stderr
 
@@ -117,6 +119,6 @@ def test_an_older_torch_is_refused_with_the_way_out(monkeypatch):
 
 def test_what_does_not_go_with_it_is_refused(tmp_path):
     with pytest.raises(ValueError, match="compile=true does not go with trainer=fsdp2; set compile=false"):
-        run(tmp_path, "trainer=fsdp2", "trainer.devices=1", "compile=true")
+        build_trainer(config(tmp_path, "trainer=fsdp2", "trainer.devices=1", "compile=true"), [], AtomicCheckpointIO())
     with pytest.raises(ValueError, match="does not support .*precision='16-mixed'.* 32-true, bf16-mixed"):
         pl.Trainer(strategy=sharding.Sharded(), precision="16-mixed", accelerator="cpu")

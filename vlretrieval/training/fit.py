@@ -149,7 +149,7 @@ def build_trainer(cfg: DictConfig, callbacks: list[Callback], io: CheckpointIO) 
     plugins: list[Any] = [io]
     if SLURMEnvironment.detect():
         plugins.append(SLURMEnvironment(auto_requeue=False))  # its own saves in the middle of a step
-    return hydra.utils.instantiate(
+    trainer: pl.Trainer = hydra.utils.instantiate(
         cfg.trainer,
         precision=choose_precision(cfg.trainer.precision, device),
         logger=hydra.utils.instantiate(cfg.logger),
@@ -160,6 +160,9 @@ def build_trainer(cfg: DictConfig, callbacks: list[Callback], io: CheckpointIO) 
         enable_model_summary=False,
         use_distributed_sampler=False,  # the loader splits batches over ranks itself, and remembers where it is
     )
+    if cfg.compile and isinstance(trainer.strategy, Sharded):
+        raise ValueError("compile=true does not go with trainer=fsdp2; set compile=false, or take trainer=ddp")
+    return trainer
 
 
 def description(cfg: DictConfig, data: RetrievalData) -> dict[str, Any]:
