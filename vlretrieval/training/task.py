@@ -19,7 +19,7 @@ from vlretrieval.model.retrieval_model import MAX_LOGIT_SCALE, RetrievalModel
 from vlretrieval.training.averaging import WeightAverage
 from vlretrieval.training.chunks import recomputed
 from vlretrieval.training.freezing import freeze_parts
-from vlretrieval.training.gather import gather_encoded, gather_rows, world
+from vlretrieval.training.gather import gather_encoded, gather_rows, over_ranks, world
 from vlretrieval.training.length_buckets import encode_text
 from vlretrieval.training.momentum import MomentumEncoder
 from vlretrieval.training.objective import Objective, Pairs
@@ -82,9 +82,9 @@ class RetrievalTask(pl.LightningModule):
         pairs = self.encode(batch)
         self._batches += 1
         loss, parts = self.objective(self.model, pairs, self.progress)
-        for name, value in parts.items():
-            self.log(f"train/{name}", value, prog_bar=name != "matching_accuracy", batch_size=len(pairs.image))
-        self.log("train/loss", loss.detach(), batch_size=len(pairs.image))
+        for name, value in over_ranks({**parts, "loss": loss.detach()}).items():
+            shown = name not in ("matching_accuracy", "loss")
+            self.log(f"train/{name}", value, prog_bar=shown, batch_size=len(pairs.image))
         self.log("train/logit_scale", self.model.logit_scale.detach(), batch_size=len(pairs.image))
         return loss
 
