@@ -28,7 +28,8 @@ LONGER = [
     "loss=momentum",
     "loss.momentum.queue=24",
 ]
-NO_DROPOUT = ["model.image_encoder.dropout=0.0"]  # its masks are a rank's own
+# what makes more than rounding of two processes: masks of a rank's own, and Adam's steps by the sign of a tiny gradient
+COMPARABLE = ["model.image_encoder.dropout=0.0", "optimizer.eps=0.01", "data.negatives_per_caption=0"]
 BIN = Path(sys.executable).parent
 LAUNCHERS = {
     "torchrun": [str(BIN / "torchrun"), "--nproc-per-node", "2", str(ROOT / "scripts/train.py")],
@@ -123,14 +124,12 @@ def whole(request, tmp_path_factory) -> tuple[str, Path]:
 
 
 def test_two_processes_end_with_the_losses_of_one(tmp_path):
-    assert end(start(tmp_path / "one", "one", *NO_DROPOUT)) == 0
+    assert end(start(tmp_path / "one", "one", *COMPARABLE)) == 0
     expected = losses_of(tmp_path / "one")
     assert len(expected) == STEPS
     for launcher in LAUNCHERS:
-        assert end(start(tmp_path / launcher, launcher, *NO_DROPOUT)) == 0
-        content = weights(tmp_path / f"{launcher}/checkpoints/step-{STEPS:08d}.ckpt")
-        for name, value in weights(tmp_path / f"one/checkpoints/step-{STEPS:08d}.ckpt").items():
-            torch.testing.assert_close(content[name], value, rtol=1e-3, atol=1e-4)
+        assert end(start(tmp_path / launcher, launcher, *COMPARABLE)) == 0
+        assert losses_of(tmp_path / launcher) == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("rank, signum", [(0, signal.SIGTERM), (1, signal.SIGTERM), (1, signal.SIGUSR1)])
@@ -160,11 +159,11 @@ def test_a_killed_rank_ends_the_other_and_loses_no_checkpoint(tmp_path, launcher
 
 
 def test_a_checkpoint_of_one_process_goes_on_in_two_with_the_same_batches(tmp_path):
-    assert end(start(tmp_path / "one", "one", *NO_DROPOUT)) == 0
+    assert end(start(tmp_path / "one", "one", *COMPARABLE)) == 0
     (tmp_path / "two/checkpoints").mkdir(parents=True)
     name = "checkpoints/step-00000021.ckpt"
     (tmp_path / "two" / name).write_bytes((tmp_path / "one" / name).read_bytes())
-    assert end(start(tmp_path / "two", "torchrun", *NO_DROPOUT, "resume=true")) == 0
+    assert end(start(tmp_path / "two", "torchrun", *COMPARABLE, "resume=true")) == 0
     last = f"checkpoints/step-{STEPS:08d}.ckpt"
     expected, got = weights(tmp_path / "one" / last), weights(tmp_path / "two" / last)
     for name in ("momentum.image_ids", "momentum.caption_ids"):  # the last 24 pairs: none lost, none twice

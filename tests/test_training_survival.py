@@ -22,6 +22,7 @@ from vlretrieval.commands.run_folder import run_folder
 from vlretrieval.data.loader import TrainLoader
 from vlretrieval.training.callbacks import Checkpoints
 from vlretrieval.training.checkpoint_io import checkpoint_fault, newest_first
+from vlretrieval.training.gather import over_ranks
 from vlretrieval.training.momentum import Momentum
 from vlretrieval.training.nonfinite import NonFiniteGuard
 from vlretrieval.training.objective import Objective
@@ -204,7 +205,7 @@ def test_a_killed_run_s_workers_do_not_keep_its_folder_locked(tmp_path):
         holder.wait(30)
         from omegaconf import OmegaConf
 
-        with run_folder(OmegaConf.create({"output_dir": str(tmp_path / "run"), "resume": True})) as folder:
+        with run_folder(OmegaConf.create({"output_dir": str(tmp_path / "run"), "resume": False})) as folder:
             assert (folder / "config.yaml").is_file()
     finally:
         os.killpg(holder.pid, signal.SIGKILL)
@@ -305,6 +306,13 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_both(tmp_path):
 
     assert two_ranks(step, tmp_path) == [True, True]
     assert '"captions": [0, 9, 1, 9]' in (tmp_path / "nonfinite.jsonl").read_text()
+
+
+def test_logged_figures_are_those_of_all_ranks_together(tmp_path):
+    def figures(rank: int) -> dict[str, torch.Tensor]:
+        return over_ranks({"loss": torch.tensor(1.0 + rank), "matching": torch.tensor(4.0 * rank)})
+
+    assert two_ranks(figures, tmp_path) == [{"loss": 1.5, "matching": 2.0}] * 2
 
 
 def test_ranks_that_do_not_see_the_same_checkpoints_end_with_a_word_about_it(tmp_path):

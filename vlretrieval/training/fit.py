@@ -77,8 +77,6 @@ def train(cfg: DictConfig) -> Result:
         *([ProgressBar(pace)] if cfg.progress_bar else []),
     ]
     trainer = build_trainer(cfg, callbacks, keeper.io)
-    if cfg.compile and isinstance(trainer.strategy, Sharded):
-        raise ValueError("compile=true does not go with trainer=fsdp2; set compile=false, or take trainer=ddp")
     log.info("set up in %.1f s", time.perf_counter() - started_at)
     trainer.fit(task, datamodule=data, ckpt_path=resumed, weights_only=True)
 

@@ -53,6 +53,15 @@ def gather_encoded(encoded: Encoded, *, tokens: bool) -> Encoded:
     )
 
 
+def over_ranks(figures: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Each scalar's mean over ranks, on every rank: a rank's own loss is that of its rows alone."""
+    if world()[1] == 1 or not figures:
+        return figures
+    means = torch.stack([value.detach().float() for value in figures.values()])
+    dist.all_reduce(means)
+    return dict(zip(figures, means / world()[1], strict=True))
+
+
 def highest(value: int, device: torch.device) -> int:
     """The highest of all ranks' values, on every rank: how they agree on what to do next."""
     if world()[1] == 1:
