@@ -21,6 +21,7 @@ from vlretrieval.training.chunks import recomputed
 from vlretrieval.training.freezing import freeze_parts
 from vlretrieval.training.gather import gather_encoded, gather_rows, world
 from vlretrieval.training.length_buckets import encode_text
+from vlretrieval.training.metrics_file import written
 from vlretrieval.training.momentum import MomentumEncoder
 from vlretrieval.training.objective import Objective, Pairs
 
@@ -82,10 +83,11 @@ class RetrievalTask(pl.LightningModule):
         pairs = self.encode(batch)
         self._batches += 1
         loss, parts = self.objective(self.model, pairs, self.progress)
-        for name, value in parts.items():
-            self.log(f"train/{name}", value, prog_bar=name != "matching_accuracy", batch_size=len(pairs.image))
-        self.log("train/loss", loss.detach(), batch_size=len(pairs.image))
-        self.log("train/logit_scale", self.model.logit_scale.detach(), batch_size=len(pairs.image))
+        if written(self.trainer):
+            for name, value in parts.items():
+                self.log(f"train/{name}", value, prog_bar=name != "matching_accuracy", batch_size=len(pairs.image))
+            self.log("train/loss", loss.detach(), batch_size=len(pairs.image))
+            self.log("train/logit_scale", self.model.logit_scale.detach(), batch_size=len(pairs.image))
         return loss
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
