@@ -66,3 +66,19 @@ def test_a_torn_last_row_is_dropped(tmp_path: Path) -> None:
     (tmp_path / "metrics.csv").write_text("loss,step\n0.5,1\n0.4")
     write(tmp_path / "metrics.csv", range(2, 3))
     assert [row["step"] for row in rows(tmp_path / "metrics.csv")] == ["1", "2"]
+
+
+def test_a_row_holds_the_figures_of_its_own_step_however_often_rows_are_written(tmp_path: Path) -> None:
+    """With accumulation, where steps and batches differ. A step too late, or left out, would show an older one's."""
+    from tiny_training import run
+
+    found = []
+    for every in (1, 2):
+        settings = [f"trainer.log_every_n_steps={every}", "+trainer.accumulate_grad_batches=2"]
+        run(tmp_path / str(every), *settings, "checkpoints.every_n_steps=null", "validation.every_n_epochs=9")
+        steps = [row for row in rows(tmp_path / str(every) / "metrics.csv") if row["train/loss"]]
+        found.append({int(row["step"]): row for row in steps})
+    assert list(found[0]) == [0, 1, 2, 3, 4, 5] and list(found[1]) == [1, 3, 5]
+    for step, row in found[1].items():
+        for name in ("loss", "contrastive", "matching", "logit_scale", "gradient_norm"):
+            assert float(row[f"train/{name}"]) == float(found[0][step][f"train/{name}"]) > 0, (step, name)

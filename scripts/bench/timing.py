@@ -6,11 +6,13 @@ a while slows all of them. What is reported is the median of the rounds' ratios 
 
 from __future__ import annotations
 
+import ctypes
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -33,6 +35,15 @@ def paired(
     works: Mapping[str, Work], rounds: int, device: torch.device, warm_up: int = 2
 ) -> tuple[float, dict[str, Ratio]]:
     """Median seconds of the first work, and for each of the others its time over the first's."""
+    seconds = interleaved(works, rounds, device, warm_up)
+    first, *others = works
+    return statistics.median(seconds[first]), {name: ratio(seconds[name], seconds[first]) for name in others}
+
+
+def interleaved(
+    works: Mapping[str, Work], rounds: int, device: torch.device, warm_up: int = 2
+) -> dict[str, list[float]]:
+    """Seconds of each work in each round."""
     draw, names = random.Random(0), list(works)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for number in range(warm_up + rounds):
@@ -40,13 +51,14 @@ def paired(
             elapsed_s = timed(works[name], device)
             if number >= warm_up:
                 seconds[name].append(elapsed_s)
-    first = seconds[names[0]]
-    ratios = {}
-    for name in names[1:]:
-        each = [theirs / ours for theirs, ours in zip(seconds[name], first, strict=True)]
-        low, median, high = statistics.quantiles(each, n=4) if len(each) > 1 else each * 3
-        ratios[name] = Ratio(median, low, high)
-    return statistics.median(first), ratios
+    return seconds
+
+
+def ratio(theirs: Sequence[float], ours: Sequence[float]) -> Ratio:
+    """Their seconds over ours, round by round."""
+    each = [a / b for a, b in zip(theirs, ours, strict=True)]
+    low, median, high = statistics.quantiles(each, n=4) if len(each) > 1 else each * 3
+    return Ratio(median, low, high)
 
 
 def timed(work: Work, device: torch.device) -> float:
@@ -84,3 +96,27 @@ def peak_bytes(work: Work, device: torch.device) -> int:
         held += event.nbytes()
         peak = max(peak, held)
     return peak
+
+
+def peak_resident_bytes(work: Work, device: torch.device) -> int:
+    """Bytes by which the process grows at the height of ``work`` (Linux), or the GPU's allocator.
+
+    For what frees, while it runs, memory that was there before, which :func:`peak_bytes` cannot always tell.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        work()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    ctypes.CDLL("libc.so.6").malloc_trim(0)  # or what lies free in the heap would be used again, and not be seen
+    Path("/proc/self/clear_refs").write_text("5")  # forgets the highest so far
+    before = _status_bytes("VmRSS")
+    work()
+    return _status_bytes("VmHWM") - before
+
+
+def _status_bytes(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(field))

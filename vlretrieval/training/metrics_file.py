@@ -13,10 +13,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
 log = logging.getLogger(__name__)
+
+
+def written(trainer: pl.Trainer) -> bool:
+    """Whether this step's figures go to the loggers; asked before the optimizer step.
+
+    Lightning takes the figures of every step and drops those of all but each ``log_every_n_steps``-th, and taking them
+    costs more than all else that it does in a step: so they are given to it only when they are kept. (A callback that
+    sets ``should_stop`` at a batch's end gets a row with the figures given last; ours raise, or wait for the epoch.)
+    """
+    every = trainer.log_every_n_steps  # type: ignore[attr-defined]
+    return trainer.should_stop or bool(every and (trainer.global_step + 1) % every == 0)
 
 
 class MetricsFile(Logger):

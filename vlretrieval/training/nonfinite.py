@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from vlretrieval.training.callbacks import Checkpoints
 from vlretrieval.training.gather import gather_rows, highest
+from vlretrieval.training.metrics_file import written
 from vlretrieval.training.sharding import total_norm
 
 log = logging.getLogger(__name__)
@@ -58,7 +59,8 @@ class NonFiniteGuard(Callback):
     def on_before_optimizer_step(self, trainer: pl.Trainer, module: pl.LightningModule, optimizer: Optimizer) -> None:
         loss = torch.stack(self._losses).sum()
         norm = gradient_norm(optimizer)
-        module.log("train/gradient_norm", norm)
+        if written(trainer):
+            module.log("train/gradient_norm", norm)
         # the scaler of float16 probes for the largest factor: infinite gradients are its way, and it skips by itself
         scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
         bad = not bool(torch.isfinite(loss) if scaled else torch.isfinite(loss + norm))

@@ -22,6 +22,7 @@ from vlretrieval.training.draws import uniform_rows
 from vlretrieval.training.freezing import freeze_parts
 from vlretrieval.training.gather import gather_encoded, gather_rows, over_ranks, world
 from vlretrieval.training.length_buckets import encode_text
+from vlretrieval.training.metrics_file import written
 from vlretrieval.training.momentum import MomentumEncoder
 from vlretrieval.training.objective import Objective, Pairs
 from vlretrieval.training.sharding import clip_gradients, shard
@@ -112,10 +113,11 @@ class RetrievalTask(pl.LightningModule):
         self._batches += 1
         loss, parts = self.objective(self.model, pairs, self.progress)
         self.latest = pairs.image.embedding.detach(), pairs.text.embedding.detach(), parts
-        for name, value in over_ranks({**parts, "loss": loss.detach()}).items():
-            shown = name not in ("matching_accuracy", "loss")
-            self.log(f"train/{name}", value, prog_bar=shown, batch_size=len(pairs.image))
-        self.log("train/logit_scale", self.model.logit_scale.detach(), batch_size=len(pairs.image))
+        if written(self.trainer):
+            for name, value in over_ranks({**parts, "loss": loss.detach()}).items():
+                shown = name not in ("matching_accuracy", "loss")
+                self.log(f"train/{name}", value, prog_bar=shown, batch_size=len(pairs.image))
+            self.log("train/logit_scale", self.model.logit_scale.detach(), batch_size=len(pairs.image))
         return loss
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
