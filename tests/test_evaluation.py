@@ -291,6 +291,35 @@ def test_a_shortlist_is_the_head_of_the_sorted_list_with_ties_against(top_k, blo
         assert scores[q].tolist() == [row[c] for c in order]
 
 
+@pytest.mark.parametrize("top_k", [1, 4, 37])
+def test_no_shortlist_depends_on_the_block_or_on_the_order_of_the_queries(top_k):
+    """Every picture twice: which twin is last in a list by float32 products is the luck of the block."""
+    rng = np.random.default_rng(0)
+    one = rng.standard_normal((301, 48)).astype(np.float32)
+    gallery = np.concatenate([one, one])
+    queries = (one + 0.5 * rng.standard_normal(one.shape)).astype(np.float32)
+    positives = np.stack([np.arange(301)] * 2, axis=1)
+    candidates, scores = shortlist(queries, gallery, top_k, positives)
+    exact = queries.astype(np.float64) @ gallery.astype(np.float64).T
+    for q in range(0, 301, 10):
+        slow = np.lexsort((np.arange(602), np.arange(602) == q, -exact[q].round(9)))
+        assert candidates[q].tolist() == slow[:top_k].tolist()
+    order = rng.permutation(301)
+    turned = np.stack([np.arange(301), order], axis=1)
+    for block in (8, 9, 97, 300, 602):
+        found = shortlist(queries, gallery, top_k, positives, block)
+        assert np.array_equal(found[0], candidates) and np.array_equal(found[1], scores)
+        moved = shortlist(queries[order], gallery, top_k, turned, block)
+        assert np.array_equal(moved[0], candidates[order]) and np.array_equal(moved[1], scores[order])
+
+
+def test_a_collapsed_model_s_shortlists_are_wrong_ones_and_streamed():
+    same = np.ones((90, 4), np.float32)
+    positives = np.stack([np.arange(90)] * 2, axis=1)
+    candidates, _ = shortlist(same, same, 5, positives, block=16)
+    assert candidates[50].tolist() == [0, 1, 2, 3, 4] and candidates[2].tolist() == [0, 1, 3, 4, 5]
+
+
 def test_pairs_are_scored_in_few_batches_where_each_picture_serves_many_texts():
     rng = np.random.default_rng(0)
     picture = np.sort(rng.integers(0, 30, 2000))
