@@ -40,7 +40,7 @@ h2 { margin-top: 2.2em; border-bottom: 1px solid var(--line); }
 .case { display: flex; flex-wrap: wrap; gap: 10px; align-items: flex-start; margin: 14px 0; padding: 10px;
   background: var(--card); }
 figure { margin: 0; width: 136px; font-size: 12px; overflow-wrap: anywhere; }
-figure img { width: 128px; height: 128px; object-fit: contain; background: var(--paper); border: 4px solid var(--line); }
+figure img { width: 128px; height: 128px; object-fit: contain; border: 4px solid var(--line); }
 figure.right img { border-color: var(--good); }
 figure.wrong img { border-color: var(--bad); border-style: dashed; }
 .text { width: 220px; }

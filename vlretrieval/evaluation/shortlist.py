@@ -86,7 +86,7 @@ def _looked_at_again(
     reach: Floats,
     block: int,
 ) -> IntArray:
-    """(rows, size) lists of queries with too many candidates level at the end: the whole gallery in double precision."""
+    """(rows, size) lists of queries with many candidates level at the end: the whole gallery in double precision."""
     rows = np.asarray(queries[number], dtype=np.float32).astype(np.float64)
     exact = np.empty((len(rows), len(gallery)))
     for left in range(0, len(gallery), block):
