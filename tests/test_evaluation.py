@@ -7,15 +7,17 @@ import pytest
 import torch
 
 from tests.tiny_retrieval import TRANSFORM, FakeModel, tiny_split, tiny_tokenizer
+from vlretrieval.evaluation.compare import load_run
 from vlretrieval.evaluation.encode import encode_images, encode_texts, evaluating
 from vlretrieval.evaluation.evaluate import Settings, choose_weight, evaluate, reranked
+from vlretrieval.evaluation.hard_negatives import NegativePairs, accuracies
 from vlretrieval.evaluation.inputs import Inputs
 from vlretrieval.evaluation.matching import match_shortlists
 from vlretrieval.evaluation.outcome import Gallery
 from vlretrieval.evaluation.rerank import even_groups, score_pairs
 from vlretrieval.evaluation.shortlist import shortlist
 from vlretrieval.evaluation.table import print_figures
-from vlretrieval.metrics import rank_both
+from vlretrieval.metrics import Fold, both_directions, rank_both
 
 
 @pytest.fixture(scope="module")
@@ -224,7 +226,13 @@ def test_a_non_finite_logit_ends_evaluation_naming_the_pair(split, tokenizer):
 
 @pytest.mark.parametrize(
     ("given", "message"),
-    [({"ks": (0,)}, "each 1 or more"), ({"top_k": -1}, "top_k=-1"), ({"bootstrap": -5}, "bootstrap=-5")],
+    [
+        ({"ks": (1, 5, 5)}, "each once"),
+        ({"ks": (1.5,)}, "whole numbers"),
+        ({"ks": (0,)}, "each 1 or more"), 
+        ({"top_k": -1}, "top_k=-1"),
+        ({"bootstrap": -5}, "bootstrap=-5"),
+    ],
 )
 def test_settings_that_mean_nothing_are_refused(given, message):
     with pytest.raises(ValueError, match=message):
@@ -261,6 +269,11 @@ def test_metrics_json_holds_the_protocol_and_is_written_whole(split, tokenizer, 
     assert protocol["captions_per_image"] == {"least": 0, "mean": pytest.approx(51 / 23), "most": 5}
     for key in (
         "ties",
+        "directions",
+        "dtype",
+        "batch_size",
+        "hard_negatives_hash",
+        "captions_per_image",
         "scores",
         "precision",
         "preprocessing",
@@ -276,6 +289,27 @@ def test_metrics_json_holds_the_protocol_and_is_written_whole(split, tokenizer, 
     assert sorted(p.name for p in tmp_path.iterdir()) == ["metrics.json", "queries.npz"]
 
 
+def test_every_recall_and_interval_can_be_made_again_from_the_two_files(split, tokenizer, tmp_path):
+    """Without a model or data: the ranks are in queries.npz, ks, draws and seed in metrics.json."""
+    outcome = evaluate(FakeModel(), split, tokenizer, TRANSFORM, Settings(top_k=5, bootstrap=40, seed=3, ks=(1, 4)))
+    outcome.write(tmp_path)
+    run = load_run(tmp_path)
+    protocol = run.figures["protocol"]
+    drawn = protocol["intervals"]
+    for stage in run.stages:
+        ways = (run.ranks(stage, way) for way in ("t2i", "i2t"))
+        fold = Fold(*ways, run.queries["caption_image"])
+        again = both_directions([fold], protocol["ks"], replicates=drawn["replicates"], seed=drawn["seed"])
+        again["i2t"]["left_out"] = protocol["images_without_captions"]
+        assert again == run.figures[stage]
+    pairs = NegativePairs(
+        run.queries["negatives/kind"],
+        run.queries["negatives/image"],
+        {name: run.queries[f"negatives/{name}"] for name in ("cosine", "match")},
+    )
+    assert accuracies(pairs, replicates=drawn["replicates"], seed=drawn["seed"]) == run.figures["hard_negatives"]
+
+
 @pytest.mark.parametrize("block", [8, 64, 1024])
 @pytest.mark.parametrize("top_k", [1, 5, 33, 90, 500])
 def test_a_shortlist_is_the_head_of_the_sorted_list_with_ties_against(top_k, block):
@@ -289,6 +323,35 @@ def test_a_shortlist_is_the_head_of_the_sorted_list_with_ties_against(top_k, blo
         order = sorted(range(90), key=lambda c: (-row[c], (q, c) in true, c))[:top_k]  # noqa: B023
         assert candidates[q].tolist() == order
         assert scores[q].tolist() == [row[c] for c in order]
+
+
+@pytest.mark.parametrize("top_k", [1, 4, 37])
+def test_no_shortlist_depends_on_the_block_or_on_the_order_of_the_queries(top_k):
+    """Every picture twice: which twin is last in a list by float32 products is the luck of the block."""
+    rng = np.random.default_rng(0)
+    one = rng.standard_normal((301, 48)).astype(np.float32)
+    gallery = np.concatenate([one, one])
+    queries = (one + 0.5 * rng.standard_normal(one.shape)).astype(np.float32)
+    positives = np.stack([np.arange(301)] * 2, axis=1)
+    candidates, scores = shortlist(queries, gallery, top_k, positives)
+    exact = queries.astype(np.float64) @ gallery.astype(np.float64).T
+    for q in range(0, 301, 10):
+        slow = np.lexsort((np.arange(602), np.arange(602) == q, -exact[q].round(9)))
+        assert candidates[q].tolist() == slow[:top_k].tolist()
+    order = rng.permutation(301)
+    turned = np.stack([np.arange(301), order], axis=1)
+    for block in (8, 9, 97, 300, 602):
+        found = shortlist(queries, gallery, top_k, positives, block)
+        assert np.array_equal(found[0], candidates) and np.array_equal(found[1], scores)
+        moved = shortlist(queries[order], gallery, top_k, turned, block)
+        assert np.array_equal(moved[0], candidates[order]) and np.array_equal(moved[1], scores[order])
+
+
+def test_a_collapsed_model_s_shortlists_are_wrong_ones_and_streamed():
+    same = np.ones((90, 4), np.float32)
+    positives = np.stack([np.arange(90)] * 2, axis=1)
+    candidates, _ = shortlist(same, same, 5, positives, block=16)
+    assert candidates[50].tolist() == [0, 1, 2, 3, 4] and candidates[2].tolist() == [0, 1, 3, 4, 5]
 
 
 def test_pairs_are_scored_in_few_batches_where_each_picture_serves_many_texts():

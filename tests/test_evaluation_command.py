@@ -23,6 +23,22 @@ def test_a_checkpoint_is_evaluated_on_the_test_split_beside_its_run(run_command,
     assert {"first_stage", "reranked", "hard_negatives"} <= set(figures)
 
 
+def test_metrics_json_says_how_to_make_its_numbers_again(run_command, tiny_checkpoint, tmp_path):
+    words = ["rerank.top_k=3", "rerank.weight=0.4", "bootstrap=15", "seed=4", "ks=[1,3]", "negatives_per_kind=2"]
+    status, _, err = run_command("evaluate", f"checkpoint={tiny_checkpoint}", "output=first", *SCENES, *words)
+    assert status == 0, err
+    first = json.loads((tmp_path / "first/metrics.json").read_text())
+    data = [f"data.source.{name}={first['subject']['data'][name]}" for name in ("train", "val", "test", "seed")]
+    settings = dict(first["settings"])
+    rerank = settings.pop("rerank")
+    again = [f"rerank.{key}={value}" for key, value in rerank.items()]
+    again += [f"{key}={'null' if value is None else value}" for key, value in settings.items()]
+    subject = f"checkpoint={first['subject']['checkpoint']}"
+    status, _, err = run_command("evaluate", subject, "output=second", "data=scenes", *data, *again)
+    assert status == 0, err
+    assert json.loads((tmp_path / "second/metrics.json").read_text()) == first
+
+
 def test_an_exported_folder_and_its_checkpoint_give_the_same_figures(
     run_command, tiny_checkpoint, tiny_export, tmp_path
 ):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.tiny_retrieval import TRANSFORM, FakeModel, tiny_split, tiny_tokenizer
+from vlretrieval.data.splits import HardNegatives
 from vlretrieval.evaluation.compare import Difference, compare, load_run
 from vlretrieval.evaluation.evaluate import Settings, evaluate
 
@@ -102,6 +103,20 @@ def test_unlike_protocols_are_refused_with_both_values(tmp_path, change, message
     runs = [write_run(tmp_path / str(n), np.ones(200, int)) for n in range(2)]
     runs[1].figures["protocol"] |= change
     with pytest.raises(ValueError, match=message):
+        compare(runs[:1], runs[1:])
+
+
+def test_other_hard_negatives_of_the_same_kinds_are_refused(tmp_path):
+    split = tiny_split()
+    tokenizer = tiny_tokenizer(split)
+    other = tiny_split()
+    other.negatives = HardNegatives(
+        [f"{text} above" for text in split.negatives.texts], split.negatives.kinds, split.negatives.caption
+    )
+    for name, measured in (("a", split), ("b", other)):
+        evaluate(FakeModel(), measured, tokenizer, TRANSFORM, Settings(bootstrap=0)).write(tmp_path / name)
+    runs = [load_run(tmp_path / name) for name in "ab"]
+    with pytest.raises(ValueError, match="different hard negatives"):
         compare(runs[:1], runs[1:])
 
 

@@ -12,7 +12,17 @@ from vlretrieval.evaluation.embed import embed
 from vlretrieval.evaluation.embedding_files import load_embeddings
 from vlretrieval.evaluation.evaluate import Settings, evaluate, evaluate_embeddings
 from vlretrieval.evaluation.inputs import Inputs
-from vlretrieval.evaluation.rankings import places_of, ranking_figures, read_run, read_truth, truth_of
+from vlretrieval.evaluation.rankings import (
+    caption_names,
+    image_names,
+    places_of,
+    ranking_figures,
+    read_run,
+    read_truth,
+    truth_of,
+    write_run,
+    write_truth,
+)
 from vlretrieval.metrics.graded import average_precision_at_r, ndcg, positive_places
 
 WIDE = np.array([(c, i) for c in range(0, 50, 3) for i in (1, 7, 20)])
@@ -102,7 +112,12 @@ def test_a_folder_stays_on_disk_until_its_rows_are_asked_for(tmp_path):
         ({"image_embeddings": np.ones((12, 6), np.int64)}, "of a float type"),
         ({"image_embeddings": np.zeros((12, 6), np.float32)}, "image embedding 0 of 12 is all zeros"),
         ({"text_embeddings": np.full((36, 6), np.nan, np.float32)}, "text embedding 0 of 36 is not finite"),
-        ({"text_embeddings": np.ones((36, 5), np.float32)}, "5 wide"),
+        ({"text_embeddings": np.ones((36, 5), np.float32)}, r"given.npz: image_embeddings are 6 wide.* 5"),
+        ({"text_embeddings": np.ones((0, 6), np.float32), "text_image_ids": np.array([], str)}, "given.npz' is empty"),
+        ({"positives": np.array([3, 4])}, r"given.npz: positives has shape \(2,\) of int64; wanted \(P, 2\)"),
+        ({"positives": np.array([[0.0, 1.0]])}, r"positives has shape \(1, 2\) of float64"),
+        ({"positives": np.array([[0, 1], [36, 0]])}, r"positives\[1\] is \[36, 0\]; there are 36 texts and 12 images"),
+        ({"texts": np.array(["a"] * 40)}, r"given.npz: texts has shape \(40,\); wanted one a row, \(36,\)"),
         ({"image_ids": np.array([object()] * 12, dtype=object)}, "cannot|not a .npz that can be read safely"),
     ],
 )
@@ -145,6 +160,47 @@ def test_encoding_goes_on_after_a_kill_and_gives_the_same_file(tmp_path):
     assert again[0] == ("image", 7) and len([1 for what, _ in again if what == "image"]) == 4
     for name in ("image_embeddings", "text_embeddings", "texts", "positives"):
         assert np.array_equal(np.load(tmp_path / "torn" / f"{name}.npy"), np.load(tmp_path / "whole" / f"{name}.npy"))
+
+
+@pytest.mark.parametrize("moment", ["pack", "replace", "rmtree"])
+def test_a_kill_while_the_npz_is_written_or_the_folder_cleared_is_no_dead_end(tmp_path, monkeypatch, moment):
+    from vlretrieval.evaluation import embed as module
+
+    split = tiny_split()
+    inputs = Inputs(split, tiny_tokenizer(split), TRANSFORM)
+    embed(NamedModel(), inputs, tmp_path / "whole.npz")
+
+    class Killed(BaseException):
+        pass
+
+    def kill(*args, **kwargs):
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        if moment == "pack":
+            patch.setattr(module, "pack", kill)
+        elif moment == "replace":
+            patch.setattr(module.os, "replace", kill)
+        else:
+            patch.setattr(module.shutil, "rmtree", lambda path, **kwargs: None if kwargs else kill())
+        with pytest.raises(Killed):
+            embed(NamedModel(), inputs, tmp_path / "torn.npz")
+    embed(NamedModel(), inputs, tmp_path / "torn.npz")
+    with np.load(tmp_path / "torn.npz") as torn, np.load(tmp_path / "whole.npz") as whole:
+        assert set(torn.files) == set(whole.files) >= {"image_embeddings", "texts"}
+        assert all(np.array_equal(torn[name], whole[name]) for name in whole.files)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["torn.npz", "whole.npz"]
+
+
+def test_a_kill_while_the_files_are_laid_out_is_no_dead_end(tmp_path, monkeypatch):
+    split = tiny_split()
+    inputs = Inputs(split, tiny_tokenizer(split), TRANSFORM)
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "save", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            embed(NamedModel(), inputs, tmp_path / "out")
+    embed(NamedModel(), inputs, tmp_path / "out")
+    assert not (tmp_path / "out.starting").exists() and first_stage(tmp_path / "out")
 
 
 def test_embeddings_of_another_model_are_not_mixed_in(tmp_path):
@@ -216,6 +272,52 @@ def test_figures_of_a_run_equal_those_of_its_scores():
     assert figures["interval"]["mAP@R"][0] < figures["mAP@R"] < figures["interval"]["mAP@R"][1]
 
 
+def test_ids_with_blanks_mean_the_same_in_a_run_and_in_the_truth_of_the_data(tmp_path):
+    plain = tiny_split(images=4, captions=(2,))
+    split = type(plain)(
+        "test", ["a photo", "b\tphoto", "c\u00a0photo", "d"], plain.captions, plain.caption_image, plain.picture
+    )
+    truths = truth_of(split)
+    write_run(tmp_path / "t2i.run", caption_names(split), image_names(split), split.caption_image[:, None])
+    write_truth(tmp_path / "t2i.qrels", truths["t2i"])
+    for truth in (truths["t2i"], read_truth(tmp_path / "t2i.qrels")):
+        figures = ranking_figures(read_run(tmp_path / "t2i.run"), truth, replicates=0)
+        assert figures["R@1"] == 100 and figures["without_list"] == 0
+    same = type(plain)("test", ["a b", "a_b", "c", "d"], plain.captions, plain.caption_image, plain.picture)
+    with pytest.raises(ValueError, match="two images are called 'a_b'"):
+        image_names(same)
+
+
+def test_figures_of_a_run_carry_what_they_were_made_from(tmp_path, run_command):
+    (tmp_path / "a.run").write_text("q1 Q0 a 1 1.0 t\nq1 Q0 b 2 1.0 t\n")
+    (tmp_path / "a.qrels").write_text("q1 0 a 1\nq2 0 b 1\n")
+    words = ["ranking=a.run", "qrels=a.qrels", "output=out", "ks=[1,2]", "bootstrap=10"]
+    status, _, err = run_command("evaluate", *words)
+    assert status == 0, err
+    figures = json.loads((tmp_path / "out/metrics.json").read_text())
+    assert (figures["R@1"], figures["R@2"]) == (0, 50), "the tie counts against the run, the missing list is a miss"
+    assert figures["protocol"]["ks"] == [1, 2] and figures["protocol"]["intervals"]["replicates"] == 10
+    assert figures["protocol"]["versions"]["numpy"] == np.__version__
+    assert len(figures["subject"]["run_hash"]) == len(figures["subject"]["qrels_hash"]) == 16
+    (tmp_path / "b.qrels").write_text("q1 0 a --1\n")
+    status, _, err = run_command("evaluate", *words, "qrels=b.qrels")
+    assert status == 2 and "b.qrels:1: the relevance '--1' is not a whole number" in err
+
+
+def test_figures_of_embeddings_carry_what_they_were_made_from(tmp_path, run_command):
+    arrays = some_arrays()
+    np.savez(tmp_path / "a.npz", **arrays | {"image_embeddings": arrays["image_embeddings"].astype(np.float16)})
+    status, _, err = run_command("evaluate", "embeddings=a.npz", "output=out", "bootstrap=10")
+    assert status == 0, err
+    figures = json.loads((tmp_path / "out/metrics.json").read_text())
+    assert figures["protocol"]["dtype"] == {"image": "float16", "text": "float32"}
+    assert figures["protocol"]["precision"] is None and len(figures["subject"]["files_hash"]) == 16
+    further = figures["further"]
+    assert set(further["text_to_text"]["interval"]) >= {"R@1", "R@5", "R@10"}
+    low, high = further["hubs"]["corrected"]["t2i"]["interval"]["R@5"]
+    assert low <= further["hubs"]["corrected"]["t2i"]["R@5"] <= high
+
+
 def test_ties_of_a_run_count_against_it_and_missing_lists_are_misses():
     assert places_of({"a": 1.0, "b": 1.0, "c": 0.0}, {"a", "c"}) == [2, 3]
     figures = ranking_figures({"q1": {"a": 1.0}, "q9": {"a": 1.0}}, {"q1": {"a"}, "q2": {"b"}}, (1,), replicates=0)
@@ -243,6 +345,12 @@ def test_a_line_that_is_no_ranking_is_named(tmp_path, line, message):
         ([], "give one of checkpoint=, embeddings= or ranking= (none given)"),
         (["embeddings=a.npz", "ranking=b"], "(embeddings and ranking given)"),
         (["embeddings=a.npz"], "embeddings=a.npz: no such file or folder"),
+        (["embeddings=a.npz", "data=scenes"], "data= has no effect on embeddings="),
+        (["embeddings=a.npz", "text_edits=true"], "embeddings= has no model"),
+        (["embeddings=a.npz", "qrels=b"], "qrels= is the truth of ranking="),
+        (["ranking=a.run", "protocol=coco_1k"], "protocol= has no effect on ranking="),
+        (["ranking=a.run", "rankings=3"], "rankings= has no effect on ranking="),
+        (["embeddings=a.npz", "protocol=coco_1k", "rankings=3"], "protocol=coco_1k has several"),
         (["ranking=a.run"], "a.run: no such file"),
     ],
 )

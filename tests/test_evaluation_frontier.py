@@ -2,13 +2,14 @@
 
 import json
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from tests.tiny_retrieval import TRANSFORM, FakeModel, tiny_split, tiny_tokenizer
-from vlretrieval.evaluation.error_page import nearest_pairs
+from vlretrieval.evaluation.error_page import STYLE, error_page, nearest_pairs
 from vlretrieval.evaluation.evaluate import Settings, evaluate
 from vlretrieval.evaluation.frontier import frontier, smallest_enough
 from vlretrieval.evaluation.inputs import Inputs
@@ -34,6 +35,7 @@ def test_every_point_of_the_frontier_is_what_evaluating_at_that_top_k_gives():
             assert point["recall"] <= point["ceiling"] + 1e-9
         assert found[way][0]["ceiling"] == found[way][0]["recall"] and found[way][-1]["ceiling"] == 100
     assert found["t2i"][-1]["top_k"] == 23 and found["i2t"][-1]["top_k"] == len(split.captions)
+    assert [p["top_k"] for p in tiny_frontier(top_ks=(1, 900, 1000))[0]["t2i"]] == [0, 1, 23], "each length once"
     assert found["bytes"]["embedding"] == 48 and found["bytes"]["kept_a_picture"] == 4 * 12 * 4
 
 
@@ -56,7 +58,8 @@ def test_the_command_draws_several_models_into_one_picture(run_command, tiny_che
     status, out, err = run_command("frontier", *words)
     assert status == 0, err
     assert "bytes kept a picture" in out and (tmp_path / "out/frontier.png").stat().st_size > 10_000
-    assert len(json.loads((tmp_path / "out/frontier.json").read_text())) == 2
+    written = json.loads((tmp_path / "out/frontier.json").read_text())
+    assert len(written) == 2 and all(found["heads"] == "MHA: 2 heads" for found in written.values())
 
 
 def real_tokens(tiny_checkpoint):
@@ -130,9 +133,25 @@ def test_the_error_page_holds_everything_in_one_file(run_command, tiny_checkpoin
     assert re.search(r"[1-6] objects<td>\d+ queries", page)
 
 
-def test_captions_are_text_and_not_markup_in_the_page(tmp_path):
-    from vlretrieval.evaluation.error_page import error_page
+def test_the_page_s_style_is_whole_and_has_a_dark_side(tmp_path):
+    """A line broken within a property's name once took the green border off the right answers."""
+    rules = re.sub(r"@media[^{]*\{(.*?\})\s*\}", r"\1", STYLE, flags=re.S)
+    for body in re.findall(r"\{([^{}]*)\}", rules):
+        for declaration in body.split(";"):
+            whole = re.fullmatch(r"\s*-?-?[a-z]+(-[a-z]+)*:\s*\S.*", declaration, re.S)
+            assert whole or not declaration.strip(), declaration
+    assert "figure.right img { border-color" in STYLE and "prefers-color-scheme: dark" in STYLE
 
+
+def test_only_queries_with_a_wrong_first_answer_are_shown_as_wrong(tmp_path):
+    split = tiny_split(images=6, captions=(1,))
+    outcome = evaluate(FakeModel(), split, tiny_tokenizer(split), TRANSFORM, Settings(bootstrap=0))
+    perfect = tuple(replace(r, above=0 * r.above, tied=0 * r.tied) for r in outcome.ranks["first_stage"])
+    page = error_page(replace(outcome, ranks={"first_stage": perfect}), tmp_path / "page.html").read_text()
+    assert page.count("None: the first answer of each is right") == 2
+
+
+def test_captions_are_text_and_not_markup_in_the_page(tmp_path):
     split = tiny_split(images=6, captions=(2,))
     split.captions[0] = "<script>alert(1)</script> & more"
     outcome = evaluate(FakeModel(), split, tiny_tokenizer(split), TRANSFORM, Settings(bootstrap=0))

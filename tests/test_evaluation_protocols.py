@@ -15,6 +15,25 @@ def test_a_whole_set_in_place_of_the_test_split_is_refused():
         PROTOCOLS["flickr30k_1k"].prepare(tiny_split(name="all"))
 
 
+@pytest.mark.parametrize("name", ["val", "train", "restval"])
+def test_a_validation_split_of_the_right_size_is_no_test_split(name):
+    """Flickr8k's and COCO's validation splits have as many images as their test splits."""
+    with pytest.raises(ValueError, match=f"measures the published test split, not {name!r}"):
+        Protocol("published", images=23).prepare(tiny_split(name=name))
+    assert Protocol("full").prepare(tiny_split(name=name)).name == name
+
+
+def test_a_split_of_the_right_size_and_another_content_is_told(capsys):
+    from vlretrieval.evaluation.table import print_figures
+
+    split = tiny_split()
+    for hashes, said in (((("English", split.hash),), "the published one (English)"), ((("English", "0"),), "not the")):
+        settings = Settings(bootstrap=0, protocol=Protocol("published", images=23, hashes=hashes))
+        figures = evaluate(FakeModel(), split, tiny_tokenizer(split), TRANSFORM, settings).figures
+        print_figures(figures)
+        assert f"protocol published: the split is {said}" in capsys.readouterr().out
+
+
 def test_an_unknown_protocol_lists_the_known_ones():
     with pytest.raises(ValueError, match="choose full, .*coco_1k"):
         protocol_named("coco_2k")

@@ -32,6 +32,8 @@ def main(cfg: DictConfig) -> dict:
         seed=cfg.seed,
     )
     print(f"{figures['pictures']} pictures, {figures['classes']} classes, {len(cfg.templates)} templates")
+    if len(names) <= 5:
+        print(f"top_5 takes all {len(names)} classes")
     for name in ("top_1", "top_5", "mean_of_classes"):
         bounds = figures.get("interval", {}).get(name)
         print(f"{name:<16}{figures[name]:6.1f} %" + ("  [{:.1f}, {:.1f}]".format(*bounds) if bounds else ""))

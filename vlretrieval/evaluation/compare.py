@@ -140,7 +140,11 @@ def compare(
             tables = [_stage_table(run, stage) for run in runs]
             result[stage] = _differences(tables, len(first), replicates, seed)
     if all("negatives/kind" in run.queries for run in runs):
-        if not all(np.array_equal(run.queries["negatives/kind"], runs[0].queries["negatives/kind"]) for run in runs):
+        hashes = {run.figures["protocol"].get("hard_negatives_hash") for run in runs}
+        drawn = ("negatives/kind", "negatives/image")
+        if len(hashes) > 1 or not all(
+            np.array_equal(run.queries[name], runs[0].queries[name]) for run in runs for name in drawn
+        ):
             raise ValueError("the runs scored different hard negatives; evaluate them with the same seed")
         result["hard negatives"] = _differences([_negative_table(run) for run in runs], len(first), replicates, seed)
     return result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import platform
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import torch
 
 import vlretrieval
-from vlretrieval.data.splits import Split
+from vlretrieval.data.splits import HardNegatives, Split
 from vlretrieval.evaluation.outcome import Gallery
 
 
@@ -35,6 +36,7 @@ def describe(split: Split, settings: Any, gallery: Gallery, world_size: int) -> 
         },
         "images_without_captions": int((per_image == 0).sum()),
         "positives": "own pairs by image id" if not wider else f"every true pair: {wider} beyond the own pairs",
+        "directions": {"t2i": "text query, image gallery", "i2t": "image query, text gallery"},
         "recall": "hit rate: share of queries with at least one positive among the first k, percent",
         "ks": list(settings.ks),
         "k_beyond_gallery": {
@@ -44,14 +46,31 @@ def describe(split: Split, settings: Any, gallery: Gallery, world_size: int) -> 
         "ties": "against the model",
         "scores": "exact dot products of float32 unit vectors",
         "precision": settings.precision,
+        "batch_size": settings.batch_size,
         "rerank": reranking,
         "hard_negatives_per_kind": settings.negatives_per_kind,
+        "hard_negatives_hash": negatives_hash(split.negatives) if settings.hard_negatives else None,
         "intervals": {"level": 0.95, "replicates": settings.bootstrap, "seed": settings.seed, "drawn": "images"},
         "world_size": world_size,
-        "versions": {
-            "vlretrieval": vlretrieval.__version__,
-            "torch": torch.__version__,
-            "numpy": np.__version__,
-            "python": platform.python_version(),
-        },
+        "versions": versions(),
     }  # fmt: skip
+
+
+def versions() -> dict[str, str]:
+    """Of what computed the figures."""
+    return {
+        "vlretrieval": vlretrieval.__version__,
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def negatives_hash(negatives: HardNegatives) -> str | None:
+    """First 16 hex digits of the sha256 over all hard negatives; None where there are none."""
+    if not len(negatives):
+        return None
+    digest = hashlib.sha256(np.ascontiguousarray(negatives.caption).tobytes())
+    for text, kind in zip(negatives.texts, negatives.kinds, strict=True):
+        digest.update(f"{len(text)} {kind} {text}".encode("utf-8", "surrogatepass"))
+    return digest.hexdigest()[:16]

@@ -17,7 +17,7 @@ import numpy as np
 from vlretrieval.data.splits import Split
 from vlretrieval.metrics.graded import average_precision_at_r, positive_places, precision_at_r
 from vlretrieval.metrics.ranks import rank_both
-from vlretrieval.metrics.recall import recall_at
+from vlretrieval.metrics.recall import query_intervals, recall_at
 from vlretrieval.metrics.scores import Embeddings, IntArray
 
 SETS = ("original", "cxc", "eccv")
@@ -90,19 +90,30 @@ class GroundTruth:
                 f"protocol=eccv_caption needs 5 captions an image, split {split.name!r} has {len(split.captions)}"
             )
 
-    def figures(self, text: Embeddings, image: Embeddings, ks: tuple[int, ...] = (1, 5, 10)) -> dict[str, Any]:
-        """Recalls under CxC's and ECCV's positives; mAP@R and R-precision under ECCV's. Percent.
+    def figures(
+        self,
+        text: Embeddings,
+        image: Embeddings,
+        ks: tuple[int, ...] = (1, 5, 10),
+        *,
+        replicates: int = 1000,
+        seed: int = 0,
+    ) -> dict[str, Any]:
+        """Recalls under CxC's and ECCV's positives, with 95 % intervals; mAP@R and R-precision under ECCV's. Percent.
 
         Args:
             text: (25000, E), image: (5000, E) in the order of the split.
         """
         result: dict[str, Any] = {}
         for name in SETS:
-            both: dict[str, dict[str, float]] = {}
+            both: dict[str, dict[str, Any]] = {}
             for way, direction in enumerate(("t2i", "i2t")):
                 pairs = self.pairs[name][way]
                 ranks = rank_both(text, image, pairs)[way]
                 both[direction] = {f"R@{k}": recall_at(ranks, k) for k in ks} | {"queries": len(ranks)}
+                if replicates:
+                    picture = np.arange(len(text)) // 5 if direction == "t2i" else np.arange(len(image))
+                    both[direction]["interval"] = query_intervals(ranks, ks, picture, replicates=replicates, seed=seed)
                 if name == "eccv":
                     places = positive_places(text, image, pairs)[way]
                     absent = self.absent[name][way][places.query]

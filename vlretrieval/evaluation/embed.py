@@ -26,6 +26,9 @@ from vlretrieval.evaluation.sharing import Processes
 from vlretrieval.metrics.scores import IntArray, row_norms
 
 STATE = "embed.json"
+DONE = "done.npy"  # a flag a batch, pictures first; gone when all are written
+STARTING = ".starting"  # of a folder that is being made, or removed
+UNPACKED = ".partial"  # of the folder that becomes a .npz
 
 
 def embed(
@@ -44,7 +47,7 @@ def embed(
         ValueError: the folder holds the beginning of another model's or another split's embeddings.
     """
     output = Path(output)
-    folder = output.with_name(output.name + ".partial") if output.suffix == ".npz" else output
+    folder = output.with_name(output.name + UNPACKED) if output.suffix == ".npz" else output
     split = inputs.split
     wanted = fingerprint(model, inputs, batch_size, precision)
     if processes.rank == 0:
@@ -61,13 +64,17 @@ def embed(
             ids, mask = inputs.token_rows(inputs.captions, rows)
             return model.encode_text(ids.to(device), mask.to(device)).embedding
 
-        for name, batches, compute in (("image", image_batches, image), ("text", text_batches, text)):
-            _fill(folder, name, batches, compute, processes, tell)
+        if (folder / DONE).exists():  # else killed after the last batch, while the .npz was written
+            for name, first, batches, compute in (
+                ("image", 0, image_batches, image),
+                ("text", len(image_batches), text_batches, text),
+            ):
+                _fill(folder, name, first, batches, compute, processes, tell)
     _wait(processes)
     if processes.rank == 0:
         for name in ("image", "text"):
             row_norms(np.load(folder / f"{name}_embeddings.npy", mmap_mode="r"), name)
-            (folder / f"{name}_done.npy").unlink()
+        (folder / DONE).unlink(missing_ok=True)
         if output.suffix == ".npz":
             pack(folder, output)
     _wait(processes)
@@ -91,7 +98,6 @@ def fingerprint(model: nn.Module, inputs: Inputs, batch_size: int, precision: st
 
 def open_folder(folder: Path, wanted: dict[str, Any], inputs: Inputs, batch_size: int, width: int) -> None:
     """Make the files at their full size, or accept those of a run that was stopped."""
-    split = inputs.split
     state = folder / STATE
     if state.is_file():
         found = json.loads(state.read_text())
@@ -102,27 +108,28 @@ def open_folder(folder: Path, wanted: dict[str, Any], inputs: Inputs, batch_size
                 f"{folder} holds embeddings of another {key} ({found.get(key)} there, {wanted[key]} here); "
                 "remove it or choose another output"
             )
-        if not (folder / "text_done.npy").exists():
+        if not (folder / DONE).exists() and folder.suffix != UNPACKED:
             raise ValueError(
                 f"{folder} already holds these embeddings, finished; choose another output to make them anew"
             )
         return
-    if folder.exists() and any(folder.iterdir()):
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} is not empty and holds no embeddings of ours; choose another output")
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, rows, batch in (
-        ("image", len(split.image_ids), batch_size),
-        ("text", len(split.captions), 4 * batch_size),
-    ):
-        np.lib.format.open_memmap(folder / f"{name}_embeddings.npy", "w+", np.float32, (rows, width)).flush()
-        np.save(folder / f"{name}_done.npy", np.zeros(-(-rows // batch), dtype=np.uint8))
-    np.save(folder / "image_ids.npy", np.array(list(split.image_ids)))
-    np.save(folder / "text_image_ids.npy", np.array([split.image_ids[i] for i in split.caption_image.tolist()]))
-    np.save(folder / "texts.npy", np.array(list(split.captions)))
-    np.save(folder / "positives.npy", positives_beyond(split))
-    partial = state.with_suffix(".partial")
-    partial.write_text(json.dumps(wanted, indent=1))
-    partial.replace(state)  # last: a folder with it has all its files
+    # made beside and moved in place: a folder that is there has all its files
+    made = folder.with_name(folder.name + STARTING)
+    shutil.rmtree(made, ignore_errors=True)
+    made.mkdir(parents=True)
+    split = inputs.split
+    sizes = {"image": (len(split.image_ids), batch_size), "text": (len(split.captions), 4 * batch_size)}
+    for name, (rows, _) in sizes.items():
+        np.lib.format.open_memmap(made / f"{name}_embeddings.npy", "w+", np.float32, (rows, width)).flush()
+    np.save(made / DONE, np.zeros(sum(-(-rows // batch) for rows, batch in sizes.values()), dtype=np.uint8))
+    np.save(made / "image_ids.npy", np.array(list(split.image_ids)))
+    np.save(made / "text_image_ids.npy", np.array([split.image_ids[i] for i in split.caption_image.tolist()]))
+    np.save(made / "texts.npy", np.array(list(split.captions)))
+    np.save(made / "positives.npy", positives_beyond(split))
+    (made / STATE).write_text(json.dumps(wanted, indent=1))
+    made.replace(folder)
 
 
 def pack(folder: Path, output: Path) -> None:
@@ -132,26 +139,30 @@ def pack(folder: Path, output: Path) -> None:
     with partial.open("wb") as file:
         np.savez(file, **arrays)
     os.replace(partial, output)
-    shutil.rmtree(folder)
+    gone = folder.with_name(folder.name + STARTING)
+    shutil.rmtree(gone, ignore_errors=True)
+    folder.replace(gone)  # first out of the way: a folder of that name is never half there
+    shutil.rmtree(gone)
 
 
 def _fill(
     folder: Path,
     name: str,
+    first: int,
     batches: list[IntArray],
     compute: Callable[[IntArray], Any],
     processes: Processes,
     tell: Callable[[str, int, int], None],
 ) -> None:
     rows = np.load(folder / f"{name}_embeddings.npy", mmap_mode="r+")
-    done = np.load(folder / f"{name}_done.npy", mmap_mode="r+")
+    done = np.load(folder / DONE, mmap_mode="r+")[first : first + len(batches)]
     for number in range(processes.rank, len(batches), processes.count):
         if done[number]:
             continue
         rows[batches[number]] = compute(batches[number]).float().cpu().numpy()
         rows.flush()
         done[number] = 1
-        done.flush()
+        done.flush()  # after its rows
         tell(name, int(done.sum()), len(batches))
 
 

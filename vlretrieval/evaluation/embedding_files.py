@@ -7,6 +7,7 @@ beyond those. Ids are numbers or texts. Rows need not be unit vectors: they are 
 
 from __future__ import annotations
 
+import hashlib
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,6 +62,12 @@ def load_embeddings(path: str | Path) -> EmbeddingSet:
         owner[row] = row_of[str(value)]
     order = None if (np.diff(owner) >= 0).all() else np.argsort(owner, kind="stable")
     positives = arrays.get("positives")
+    if positives is not None:
+        check_pairs(path, positives, len(text), len(image))
+    if "texts" in arrays and arrays["texts"].shape != (len(text),):
+        raise ValueError(f"{path}: texts has shape {arrays['texts'].shape}; wanted one a row, ({len(text)},)")
+    if image.shape[1] != text.shape[1]:
+        raise ValueError(f"{path}: image_embeddings are {image.shape[1]} wide, text_embeddings {text.shape[1]}")
     texts = [str(value) for value in arrays["texts"].tolist()] if "texts" in arrays else _numbers(len(text))
     if order is not None:
         new_row = np.argsort(order)
@@ -69,6 +76,29 @@ def load_embeddings(path: str | Path) -> EmbeddingSet:
             positives = np.stack([new_row[positives[:, 0]], positives[:, 1]], axis=1)
     split = Split(path.name, PackedStrings(image_ids), PackedStrings(texts), owner, no_picture, positives=positives)
     return EmbeddingSet(unit_rows(image, f"{path}: image"), unit_rows(text, f"{path}: text", order), split)
+
+
+def check_pairs(path: Path, positives: npt.NDArray[Any], texts: int, images: int) -> None:
+    """ValueError unless these are (P, 2) rows of a text and of an image."""
+    if positives.ndim != 2 or positives.shape[1] != 2 or not np.issubdtype(positives.dtype, np.integer):
+        found = f"shape {positives.shape} of {positives.dtype}"
+        raise ValueError(f"{path}: positives has {found}; wanted (P, 2) whole numbers, rows of a text and of an image")
+    outside = np.flatnonzero(((positives < 0) | (positives >= (texts, images))).any(1))
+    if len(outside):
+        pair = positives[outside[0]].tolist()
+        raise ValueError(f"{path}: positives[{outside[0]}] is {pair}; there are {texts} texts and {images} images")
+
+
+def files_hash(path: str | Path) -> str:
+    """First 16 hex digits of the sha256 over a file, or over the arrays of a folder."""
+    path = Path(path)
+    files = [path / f"{name}.npy" for name in (*NEEDED, *OPTIONAL)] if path.is_dir() else [path]
+    digest = hashlib.sha256()
+    for file in files:
+        if file.exists():
+            with file.open("rb") as stream:
+                digest.update(hashlib.file_digest(stream, "sha256").digest())
+    return digest.hexdigest()[:16]
 
 
 def read_arrays(path: Path) -> dict[str, npt.NDArray[Any]]:

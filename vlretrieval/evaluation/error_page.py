@@ -29,14 +29,27 @@ SHOWN = 5  # answers of a query
 SIDE = 128  # pixels of a thumbnail
 
 STYLE = """
-body{font:14px/1.45 system-ui,sans-serif;max-width:1100px;margin:2em auto;padding:0 1em;color:#222} h1{font-
-size:1.5em}h2{margin-top:2.2em;border-bottom:1px solid #ccc} .case{display:flex;flex-wrap:wrap;gap:10px;align-
-items:flex-start;margin:14px 0;padding:10px;background:#f6f6f4} figure{margin:0;width:136px;font-size:12px}figure
-img{width:128px;height:128px;object-fit:contain;background:#fff;border:4px solid #bbb} figure.right img{border-
-color:#2a8a3e}figure.wrong img{border-color:#c0392b} .text{width:250px}.text b{color:#2a8a3e}ol{margin:0;padding-
-left:1.4em}li.right{color:#2a8a3e;font-weight:600} table{border-collapse:collapse}td,th{padding:3px 10px;text-
-align:right}td:first-child{text-align:left} .bar{display:inline-block;height:10px;background:#4a7db5;vertical-
-align:middle}
+:root { color-scheme: light dark; --ink: #222; --paper: #fff; --card: #f4f4f2; --line: #c4c4c0; --good: #1f7a35;
+  --bad: #b83227; --bar: #3f6fa8; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e4e4e0; --paper: #16181b; --card: #22252a; --line: #565a60;
+  --good: #5cc878; --bad: #ee7b70; --bar: #7fabe0; } }
+body { font: 14px/1.45 system-ui, sans-serif; max-width: 1240px; margin: 2em auto; padding: 0 1em; color: var(--ink);
+  background: var(--paper); }
+h1 { font-size: 1.5em; }
+h2 { margin-top: 2.2em; border-bottom: 1px solid var(--line); }
+.case { display: flex; flex-wrap: wrap; gap: 10px; align-items: flex-start; margin: 14px 0; padding: 10px;
+  background: var(--card); }
+figure { margin: 0; width: 136px; font-size: 12px; overflow-wrap: anywhere; }
+figure img { width: 128px; height: 128px; object-fit: contain; border: 4px solid var(--line); }
+figure.right img { border-color: var(--good); }
+figure.wrong img { border-color: var(--bad); border-style: dashed; }
+.text { width: 220px; }
+.text b, li.right { color: var(--good); font-weight: 600; }
+ol { margin: 0; padding-left: 1.8em; max-width: 420px; }
+table { border-collapse: collapse; }
+td { padding: 3px 10px; text-align: right; }
+td:first-child, td:last-child { text-align: left; }
+.bar { display: inline-block; height: 10px; background: var(--bar); vertical-align: middle; }
 """
 
 
@@ -63,35 +76,33 @@ def error_page(
     scale, weight = (outcome.figures["protocol"]["rerank"].get(name) for name in ("logit_scale", "weight"))
     lists = {way: answers(gallery, way, SHOWN, scale, weight) for way in ("t2i", "i2t")}
     found = outcome.figures[stage]
+    k = int(outcome.figures["protocol"]["ks"][0])
+    nobody = ["<p>None: the first answer of each is right.</p>"]
     parts = [
         f"<h1>{html.escape(title)}</h1>",
         f"<p>{html.escape(_summary(outcome.figures, stage))}</p>",
         "<h2>Captions that find their picture last</h2>",
-        *(_text_query(gallery, t2i, row, lists["t2i"], model) for row in _worst(t2i, worst)),
+        *([_text_query(gallery, t2i, row, lists["t2i"], model) for row in _worst(t2i, worst)] or nobody),
         "<h2>Pictures that find their caption last</h2>",
-        *(_image_query(gallery, i2t, row, lists["i2t"]) for row in _worst(i2t, worst)),
+        *([_image_query(gallery, i2t, row, lists["i2t"]) for row in _worst(i2t, worst)] or nobody),
         "<h2>Hubs: pictures that answer most captions</h2>",
         _hubs(gallery, lists["t2i"], worst // 2),
         "<h2>Hubs: captions that answer most pictures</h2>",
         _text_hubs(gallery, lists["i2t"], worst // 2),
         "<h2>Near-duplicates the model cannot tell apart</h2>",
         _duplicates(gallery, worst // 2),
-        f"<h2>Recall by caption length (text to image, {found['t2i']['R@' + str(_k(outcome))]:.1f} % in all)</h2>",
-        _by_length(gallery.split, t2i, _k(outcome)),
-        "<h2>Recall by number of objects</h2>",
-        _by_objects(gallery.split, t2i, _k(outcome)),
+        f"<h2>R@{k} by caption length (text to image, {found['t2i'][f'R@{k}']:.1f} % in all)</h2>",
+        _by_length(gallery.split, t2i, k),
+        f"<h2>R@{k} by number of objects (text to image)</h2>",
+        _by_objects(gallery.split, t2i, k),
     ]
-    page = "<!doctype html><html lang=en><meta charset=utf-8>"
+    page = "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>"
     page += f"<title>{html.escape(title)}</title><style>{STYLE}</style>{''.join(parts)}</html>\n"
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
     partial.write_text(page, encoding="utf-8")
     return partial.replace(path)
-
-
-def _k(outcome: Evaluation) -> int:
-    return int(outcome.figures["protocol"]["ks"][0])
 
 
 def _summary(figures: dict[str, Any], stage: str) -> str:
@@ -103,12 +114,14 @@ def _summary(figures: dict[str, Any], stage: str) -> str:
     return (
         f"Split {split['name']}, {split['images']} images, {split['captions']} captions (hash {split['hash']}). "
         f"{'Re-ranked' if stage == 'reranked' else 'First stage'}: {recalls}. "
-        "A green border is a right answer, a red one is wrong; ties count against the model."
+        "A green border is a right answer, a dashed red one is wrong; ties count against the model."
     )
 
 
 def _worst(ranks: Ranks, count: int) -> list[int]:
-    return np.argsort(-ranks.rank(), kind="stable")[:count].tolist()
+    """Rows of the queries answered worst, those whose first answer is right left out."""
+    rank = ranks.rank()
+    return [row for row in np.argsort(-rank, kind="stable")[:count].tolist() if rank[row] > 1]
 
 
 def _text_query(gallery: Gallery, ranks: Ranks, row: int, lists: IntArray, model: Any) -> str:
@@ -193,15 +206,15 @@ def _duplicates(gallery: Gallery, count: int) -> str:
 
 
 def _by_length(split: Split, ranks: Ranks, k: int) -> str:
-    lengths = np.array(
-        [
-            len(split.captions[row].split()) if " " in split.captions[row] else len(split.captions[row])
-            for row in ranks.query
-        ]
-    )
+    captions = [split.captions[row] for row in ranks.query]
+    # Chinese and the like are written without blanks: there a caption's length is its characters
+    spaced = 2 * sum(" " in caption.strip() for caption in captions) >= len(captions)
+    lengths = np.array([len(caption.split()) if spaced else len(caption) for caption in captions])
     edges = np.unique(np.quantile(lengths, np.linspace(0, 1, 9)).astype(int))
     groups = np.searchsorted(edges[1:-1], lengths, side="right")
-    names = [f"{lengths[groups == g].min()} to {lengths[groups == g].max()} words" for g in np.unique(groups)]
+    unit = "words" if spaced else "characters"
+    bounds = [(lengths[groups == g].min(), lengths[groups == g].max()) for g in np.unique(groups)]
+    names = [f"{low} {unit}" if low == high else f"{low} to {high} {unit}" for low, high in bounds]
     return _bars(names, groups, ranks.hits(k))
 
 
@@ -219,7 +232,7 @@ def _bars(names: Sequence[str], groups: npt.NDArray[Any], hits: npt.NDArray[np.f
         share = 100 * hits[groups == group].mean()
         rows.append(
             f"<tr><td>{html.escape(name)}<td>{(groups == group).sum()} queries<td>{share:.1f} %"
-            f"<td style='text-align:left'><span class=bar style='width:{3 * share:.0f}px'></span>"
+            f"<td><span class=bar style='width:{3 * share:.0f}px'></span>"
         )
     return f"<table>{''.join(rows)}</table>"
 

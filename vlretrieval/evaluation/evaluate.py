@@ -66,6 +66,8 @@ class Settings:
     def __post_init__(self) -> None:
         if not self.ks or min(self.ks) < 1:
             raise ValueError(f"ks={list(self.ks)}: recall needs at least one k, each 1 or more")
+        if any(k != int(k) for k in self.ks) or len(set(self.ks)) < len(self.ks):
+            raise ValueError(f"ks={list(self.ks)}: recall needs whole numbers, each once (rsum would count one twice)")
         object.__setattr__(self, "ks", tuple(int(k) for k in self.ks))
         if self.top_k < 0:
             raise ValueError(f"top_k={self.top_k} is negative; 0 leaves re-ranking out")
@@ -123,6 +125,7 @@ def evaluate(
         logit_scale = float(model.logit_scale)
 
     protocol = describe(split, settings, galleries[0], processes.count) | inputs.description()
+    protocol["dtype"] = {"image": str(images.embedding.dtype), "text": str(texts.embedding.dtype)}
     protocol["rerank"]["logit_scale"] = logit_scale
     figures: dict[str, Any] = {"protocol": protocol}
     ranks = add_recalls(figures, galleries, split, settings, logit_scale)
@@ -146,6 +149,8 @@ def evaluate_embeddings(found: EmbeddingSet, settings: Settings) -> Evaluation:
     galleries = galleries_of(images, texts, split, settings.protocol)
     protocol = describe(split, settings, galleries[0], 1)
     protocol["rerank"]["done"] = "no: embeddings alone"
+    # how they were made is not known here; what they were stored as is
+    protocol |= {"precision": None, "dtype": {"image": str(found.image.dtype), "text": str(found.text.dtype)}}
     figures: dict[str, Any] = {"protocol": protocol}
     ranks = add_recalls(figures, galleries, split, settings, 1.0)
     return Evaluation(figures, ranks, images, texts, galleries)
@@ -171,10 +176,16 @@ def add_recalls(
         own = rank_stages(galleries, logit_scale, settings.weight, own=True)
         figures["by_image_id"] = stage_figures(galleries, own, settings)
     if settings.further and len(galleries) == 1:
-        figures["further"] = further_figures(galleries[0], settings.ks)
+        figures["further"] = further_figures(
+            galleries[0], settings.ks, replicates=settings.bootstrap, seed=settings.seed
+        )
     if settings.protocol.eccv:
         figures["eccv_caption"] = GroundTruth().figures(
-            galleries[0].texts.embedding, galleries[0].images.embedding, tuple(settings.ks)
+            galleries[0].texts.embedding,
+            galleries[0].images.embedding,
+            tuple(settings.ks),
+            replicates=settings.bootstrap,
+            seed=settings.seed,
         )
     return joined(ranks, settings.protocol.fold_rows(split))
 

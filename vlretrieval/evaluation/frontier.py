@@ -47,7 +47,7 @@ def frontier(
 
     Returns:
         {"t2i": [{"top_k", "recall", "ceiling", "ms_a_query"}, ...], "i2t": ..., "enough": {way: top_k}, "bytes":
-            {...}}.
+            {...}, "heads": what they are, in words}.
 
     Raises:
         ValueError: the model has no cross-modal heads.
@@ -69,6 +69,8 @@ def frontier(
             ranks = reranked(first, cut(lists, top_k), split.positives, scale, weight)
             for number, way in enumerate(WAYS):
                 used = min(top_k, first[number].gallery)
+                if any(point["top_k"] == used for point in result[way]):
+                    continue  # two lengths beyond the gallery are one
                 result[way].append(
                     {
                         "top_k": used,
@@ -84,7 +86,24 @@ def frontier(
             "kept_a_picture": kept.nbytes // len(kept),
             "tokens_a_caption": _token_bytes(texts) // len(split.captions),
         }
-    return result | {"k": k, "weight": weight, "threads": torch.get_num_threads(), "split_hash": split.hash}
+    return result | {
+        "heads": heads_of(model),
+        "k": k,
+        "weight": weight,
+        "threads": torch.get_num_threads(),
+        "split_hash": split.hash,
+    }
+
+
+def heads_of(model: Any) -> str:
+    """The cross-modal heads in words: "GQA: 8 heads, 2 of keys and values"."""
+    head = getattr(model.crossmodal, "text_to_image", None) or getattr(model.crossmodal, "image_to_text", None)
+    if head is None:
+        return "cross-modal heads"
+    queries, kept = head.blocks[0].cross.num_heads, head.blocks[0].cross.num_kv_heads
+    if queries == kept:
+        return f"MHA: {queries} heads"
+    return f"{'MQA' if kept == 1 else 'GQA'}: {queries} heads, {kept} of keys and values"
 
 
 def cut(lists: Shortlists, top_k: int) -> Shortlists:

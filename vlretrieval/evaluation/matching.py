@@ -33,24 +33,20 @@ def match_shortlists(
 ) -> Shortlists:
     """Both directions' shortlists and the matching logits of their pairs, each pair scored once."""
     images, texts, positives = gallery.images, gallery.texts, gallery.split.positives
-    images_of, _ = shortlist(texts.embedding, images.embedding, top_k, positives)
+    images_of, t2i_cosine = shortlist(texts.embedding, images.embedding, top_k, positives)
     turned = positives[:, ::-1][np.lexsort((positives[:, 0], positives[:, 1]))]
-    texts_of, _ = shortlist(images.embedding, texts.embedding, top_k, turned)
+    texts_of, i2t_cosine = shortlist(images.embedding, texts.embedding, top_k, turned)
     count = len(texts.embedding)
     each_text, each_image = np.arange(count)[:, None], np.arange(len(images.embedding))[:, None]
     pairs = unique_pairs(images_of, texts_of, count)
     logits = score_pairs(model, images, texts, pairs // count, pairs % count, device, processes=processes, tell=tell)
 
-    def look_up(image: IntArray, text: IntArray) -> tuple[Floats, Floats]:
-        image, text = np.broadcast_arrays(image, text)
-        cosine = pair_scores(texts.embedding, images.embedding, text.reshape(-1), image.reshape(-1)).reshape(
-            image.shape
-        )
-        return cosine, logits[np.searchsorted(pairs, image * count + text)]
+    def look_up(image: IntArray, text: IntArray) -> Floats:
+        return logits[np.searchsorted(pairs, image * count + text)]
 
     return Shortlists(
-        (images_of, *look_up(images_of, each_text)),
-        (texts_of, *look_up(each_image, texts_of)),
+        (images_of, t2i_cosine, look_up(images_of, each_text)),
+        (texts_of, i2t_cosine, look_up(each_image, texts_of)),
     )
 
 

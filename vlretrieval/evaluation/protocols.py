@@ -11,6 +11,8 @@ from vlretrieval.data.splits import HardNegatives, Split
 from vlretrieval.evaluation.eccv_caption import GroundTruth
 from vlretrieval.metrics.scores import IntArray
 
+NOT_TEST = ("train", "val", "dev", "valid", "validation", "restval")
+
 
 @dataclass(frozen=True)
 class Protocol:
@@ -41,6 +43,12 @@ class Protocol:
             ValueError: the split is not of the protocol's size.
         """
         found = len(split.image_ids)
+        if self.images is not None and split.name.lower() in NOT_TEST:
+            # Flickr8k's and COCO's validation splits have as many images as their test splits: the size tells nothing
+            raise ValueError(
+                f"protocol={self.name} measures the published test split, not {split.name!r}; set split=test, or "
+                "protocol=full for the gallery as it is"
+            )
         if self.images is not None and found != self.images:
             raise ValueError(
                 f"protocol={self.name} measures {self.images} images, but split {split.name!r} has {found}; "

@@ -7,6 +7,8 @@ that of the scores, as in trec_eval; the rank column is not looked at. What a li
 from __future__ import annotations
 
 import math
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,9 +47,11 @@ def read_truth(path: str | Path) -> Truth:
     truth: Truth = {}
     for number, fields in _lines(path, 4, "query 0 document relevance"):
         query, _, document, relevance = fields
-        if not relevance.lstrip("-").isdigit():
-            raise ValueError(f"{path}:{number}: the relevance {relevance!r} is not a whole number")
-        if int(relevance) > 0:
+        try:
+            relevant = int(relevance) > 0
+        except ValueError:
+            raise ValueError(f"{path}:{number}: the relevance {relevance!r} is not a whole number") from None
+        if relevant:
             truth.setdefault(query, set()).add(document)
     if not truth:
         raise ValueError(f"{path} names no relevant document")
@@ -56,21 +60,31 @@ def read_truth(path: str | Path) -> Truth:
 
 def truth_of(split: Split) -> dict[str, Truth]:
     """{"t2i", "i2t"}: a split's positives under the names that :func:`write_run` uses."""
-    captions = caption_names(split)
+    captions, images = caption_names(split), image_names(split)
     truths: dict[str, Truth] = {"t2i": {}, "i2t": {}}
     for caption, image in split.positives.tolist():
-        truths["t2i"].setdefault(captions[caption], set()).add(split.image_ids[image])
-        truths["i2t"].setdefault(split.image_ids[image], set()).add(captions[caption])
+        truths["t2i"].setdefault(captions[caption], set()).add(images[image])
+        truths["i2t"].setdefault(images[image], set()).add(captions[caption])
     return truths
 
 
 def caption_names(split: Split) -> list[str]:
-    """image#0, image#1, ...: a caption has no id of its own. Blanks become _, which the format cannot hold."""
-    first = split.captions_of_image[:-1]
-    return [
-        f"{split.image_ids[image]}#{row - first[image]}".replace(" ", "_")
-        for row, image in enumerate(split.caption_image.tolist())
-    ]
+    """image#0, image#1, ...: a caption has no id of its own."""
+    first, images = split.captions_of_image[:-1], image_names(split)
+    return [f"{images[image]}#{row - first[image]}" for row, image in enumerate(split.caption_image.tolist())]
+
+
+def image_names(split: Split) -> list[str]:
+    """The images' ids with _ for each blank, which the format cannot hold.
+
+    Raises:
+        ValueError: two ids that differ in their blanks alone.
+    """
+    names = [re.sub(r"\s", "_", image_id) for image_id in split.image_ids]
+    if len(set(names)) < len(names):
+        twice = next(name for name, times in Counter(names).items() if times > 1)
+        raise ValueError(f"two images are called {twice!r} once blanks are replaced; TREC cannot tell them apart")
+    return names
 
 
 def ranking_figures(
@@ -105,7 +119,6 @@ def ranking_figures(
         "without_list": sum(query not in run for query in truth),
         "unknown_queries": sum(query not in truth for query in run),
         "shortest_list": min(len(documents) for documents in run.values()),
-        "ties": "against the run",
     }
 
 
@@ -123,9 +136,8 @@ def write_run(
     partial = Path(path).with_name(Path(path).name + ".partial")
     with partial.open("w", encoding="utf-8") as file:
         for query, row in zip(queries, candidates.tolist(), strict=True):
-            name = query.replace(" ", "_")
             file.writelines(
-                f"{name} Q0 {documents[at].replace(' ', '_')} {place} {depth - place + 1} {tag}\n"
+                f"{query} Q0 {documents[at]} {place} {depth - place + 1} {tag}\n"
                 for place, at in enumerate(row, 1)
             )
     partial.replace(path)
@@ -135,7 +147,7 @@ def write_truth(path: str | Path, truth: Truth) -> None:
     """Write qrels."""
     with Path(path).open("w", encoding="utf-8") as file:
         for query, documents in truth.items():
-            file.writelines(f"{query.replace(' ', '_')} 0 {d.replace(' ', '_')} 1\n" for d in sorted(documents))
+            file.writelines(f"{query} 0 {document} 1\n" for document in sorted(documents))
 
 
 def _lines(path: str | Path, fields: int, form: str) -> Any:

@@ -12,8 +12,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from vlretrieval.data.splits import Source
 from vlretrieval.deploy.checkpoint import weights_hash
+from vlretrieval.evaluation.describe import versions
 from vlretrieval.evaluation.embed import embed
-from vlretrieval.evaluation.embedding_files import load_embeddings
+from vlretrieval.evaluation.embedding_files import files_hash, load_embeddings
 from vlretrieval.evaluation.error_page import error_page
 from vlretrieval.evaluation.evaluate import Settings, choose_weight, evaluate, evaluate_embeddings
 from vlretrieval.evaluation.inputs import Inputs
@@ -21,6 +22,7 @@ from vlretrieval.evaluation.outcome import Evaluation
 from vlretrieval.evaluation.protocols import protocol_named
 from vlretrieval.evaluation.rankings import (
     caption_names,
+    image_names,
     ranking_figures,
     read_run,
     read_truth,
@@ -42,10 +44,9 @@ def evaluate_from(cfg: DictConfig, processes: Processes) -> dict[str, Any]:
     given = [name for name in SUBJECTS if cfg[name]]
     if len(given) != 1:
         raise ValueError(f"give one of checkpoint=, embeddings= or ranking= ({' and '.join(given) or 'none'} given)")
-    if cfg.error_page and given != ["checkpoint"]:
-        raise ValueError(f"error_page=true shows pictures, and {given[0]}= has none; give checkpoint=")
+    check_effects(cfg, given[0])
     if given == ["ranking"]:
-        figures = from_ranking(cfg)
+        figures = from_ranking(cfg) | {"settings": how_made(cfg)}
         if processes.rank == 0:
             print_ranking(figures)
             report(write_figures(figures, folder_for(cfg)))
@@ -55,6 +56,7 @@ def evaluate_from(cfg: DictConfig, processes: Processes) -> dict[str, Any]:
         outcome = from_checkpoint(cfg, subject, processes)
     else:
         outcome = from_embeddings(cfg)
+    outcome.figures["settings"] = how_made(cfg)
     if processes.rank == 0:
         path = outcome.write(folder_for(cfg))
         if cfg.rankings:
@@ -64,6 +66,31 @@ def evaluate_from(cfg: DictConfig, processes: Processes) -> dict[str, Any]:
         print_figures(outcome.figures)
         report(path)
     return outcome.figures
+
+
+def check_effects(cfg: DictConfig, given: str) -> None:
+    """Refuse what would have no effect on this subject, before any work is done."""
+    protocol = protocol_named(cfg.protocol)
+    if cfg.error_page and given != "checkpoint":
+        raise ValueError(f"error_page=true shows pictures, and {given}= has none; give checkpoint=")
+    if cfg.text_edits and given != "checkpoint":
+        raise ValueError(f"text_edits=true makes captions to encode, and {given}= has no model; give checkpoint=")
+    if given == "ranking" and (cfg.protocol != "full" or cfg.rankings):
+        key = "rankings" if cfg.protocol == "full" else "protocol"
+        raise ValueError(f"{key}= has no effect on ranking=, which is measured against its truth; leave it out")
+    if given != "ranking" and cfg.qrels:
+        raise ValueError(f"qrels= is the truth of ranking=, and has no effect on {given}=; leave it out")
+    if given == "embeddings" and cfg.get("data") is not None:
+        raise ValueError("data= has no effect on embeddings=, which hold their ids themselves; leave it out")
+    if protocol.folds > 1 and (cfg.error_page or cfg.rankings):
+        key = "error_page" if cfg.error_page else "rankings"
+        raise ValueError(f"{key}= shows one gallery, and protocol={protocol.name} has several; set protocol=full")
+
+
+def how_made(cfg: DictConfig) -> dict[str, Any]:
+    """The keys of the command that the figures hang on, for metrics.json."""
+    keys = [key for key in cfg if key not in ("data", "model", "tokenizer", "output", "output_dir", *SUBJECTS)]
+    return OmegaConf.to_container(OmegaConf.masked_copy(cfg, keys), resolve=True)  # type: ignore[return-value]
 
 
 def from_checkpoint(cfg: DictConfig, subject: Subject, processes: Processes) -> Evaluation:
@@ -107,7 +134,7 @@ def fusion_weight(
 def from_embeddings(cfg: DictConfig) -> Evaluation:
     """Another program's embeddings."""
     outcome = evaluate_embeddings(load_embeddings(cfg.embeddings), settings_of(cfg, top_k=0, weight=None))
-    outcome.figures["subject"] = {"embeddings": str(cfg.embeddings)}
+    outcome.figures["subject"] = {"embeddings": str(cfg.embeddings), "files_hash": files_hash(cfg.embeddings)}
     return outcome
 
 
@@ -117,18 +144,31 @@ def from_ranking(cfg: DictConfig) -> dict[str, Any]:
     if cfg.qrels:
         truth = read_truth(cfg.qrels)
     elif cfg.get("data") is not None:
-        truths = truth_of(hydra.utils.instantiate(cfg.data.source).split(cfg.split))
+        split = hydra.utils.instantiate(cfg.data.source).split(cfg.split)
+        truths = truth_of(split)
         known = {way: sum(query in truth for query in run) for way, truth in truths.items()}
         if not max(known.values()):
             raise ValueError(
                 f"{cfg.ranking}: no query is an image of the split, nor a caption (named image#0, image#1, ...); "
                 f"the first is {next(iter(run))!r}"
             )
-        truth = truths[max(known, key=lambda way: known[way])]
+        way = max(known, key=lambda way: known[way])
+        truth = truths[way]
     else:
         raise ValueError("ranking= needs its truth: give qrels=FILE, or data=... with the split")
     figures = ranking_figures(run, truth, tuple(cfg.ks), replicates=cfg.bootstrap, seed=cfg.seed)
-    return figures | {"subject": {"ranking": str(cfg.ranking), "qrels": cfg.qrels}}
+    figures["protocol"] = {
+        "ks": list(cfg.ks),
+        "ties": "against the run",
+        "recall": "hit rate: share of queries with at least one positive among the first k, percent",
+        "order": "by score",
+        "intervals": {"level": 0.95, "replicates": cfg.bootstrap, "seed": cfg.seed, "drawn": "queries"},
+        "versions": versions(),
+    }
+    subject = {"ranking": str(cfg.ranking), "run_hash": files_hash(cfg.ranking)}
+    if cfg.qrels:
+        return figures | {"subject": subject | {"qrels": str(cfg.qrels), "qrels_hash": files_hash(cfg.qrels)}}
+    return figures | {"subject": subject | {"split": split.name, "split_hash": split.hash, "direction": way}}
 
 
 def embed_from(cfg: DictConfig, processes: Processes) -> Path:
@@ -186,11 +226,9 @@ def write_figures(figures: dict[str, Any], folder: Path) -> Path:
 
 def write_rankings(outcome: Evaluation, folder: Path, depth: int) -> None:
     """t2i.run, i2t.run and their .qrels, the re-ranked lists where the model re-ranked."""
-    if len(outcome.galleries) > 1:
-        raise ValueError("rankings= writes the lists of one gallery; choose protocol=full")
     gallery = outcome.galleries[0]
     scale, weight = (outcome.figures["protocol"]["rerank"].get(name) for name in ("logit_scale", "weight"))
-    captions, images = caption_names(gallery.split), gallery.split.image_ids
+    captions, images = caption_names(gallery.split), image_names(gallery.split)
     truths = truth_of(gallery.split)
     for way, queries, documents in (("t2i", captions, images), ("i2t", images, captions)):
         candidates = answers(gallery, way, depth, scale, weight)

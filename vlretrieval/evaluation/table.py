@@ -40,6 +40,8 @@ def notes(figures: dict[str, Any]) -> list[str]:
         f"{split['name']}: {split['images']} images, {split['captions']} captions, split hash {split['hash']}; "
         f"positives: {protocol['positives']}; ties count {protocol['ties']}."
     ]
+    if "split_is" in protocol:
+        lines.append(f"protocol {protocol['name']}: the split is {protocol['split_is']}.")
     if protocol["images_without_captions"]:
         lines.append(f"{protocol['images_without_captions']} images without captions are left out of image to text.")
     for way, beyond in protocol["k_beyond_gallery"].items():
@@ -116,7 +118,7 @@ def print_figures(figures: dict[str, Any]) -> None:
     if "eccv_caption" in figures:
         for name, ways in figures["eccv_caption"].items():
             for way, found in ways.items():
-                shown = ", ".join(f"{key} {value:.1f}" for key, value in found.items() if key != "queries")
+                shown = ", ".join(f"{key} {value:.1f}" for key, value in found.items() if isinstance(value, float))
                 console.print(f"{name}, {WAYS[way]} ({found['queries']} queries): {shown}.", highlight=False)
     for score, found in figures.get("winoground", {}).items():
         whole = found["all"]
@@ -137,7 +139,7 @@ def further_lines(further: dict[str, Any]) -> list[str]:
             f"{way_name}, every positive ({found['positives_a_query']:.1f} a query): mAP@R {found['mAP@R']:.1f}, "
             f"R-precision {found['R-precision']:.1f}, mAP {found['mAP']:.1f}, nDCG {found['nDCG']:.3f}."
         )
-        at_once = ", ".join(f"{name} {value:.1f}" for name, value in hubs["corrected"][way].items())
+        at_once = ", ".join(f"{k} {v:.1f}" for k, v in hubs["corrected"][way].items() if k != "interval")
         lines.append(
             f"{way_name}, hubs: {hubs[way]['never']:.0f} % of the candidates are in no list of {hubs[way]['k']}, the "
             f"largest is in {hubs[way]['most']} (skewness {hubs[way]['skewness']:.1f}); corrected (CSLS): {at_once}."
@@ -191,7 +193,8 @@ def print_frontier(results: dict[str, Any]) -> None:
             console.print(table)
         sizes = result["bytes"]
         console.print(
-            f"{name}: {sizes['kept_a_picture']:,} bytes kept a picture beside {sizes['embedding']:,} of its embedding; "
+            f"{name} ({result['heads']}): {sizes['kept_a_picture']:,} bytes kept a picture beside "
+            f"{sizes['embedding']:,} of its embedding; "
             f"* the smallest top_k within a tenth of a point of the best; {result['threads']} threads.",
             highlight=False,
         )

@@ -220,7 +220,7 @@ class _Tile:
         return scores
 
 
-def _rounding(width: int) -> float:
+def rounding(width: int) -> float:
     """How far a float32 dot product of ``width`` terms can be from the exact one, relative to the two norms.
 
     The bound that holds with any order of summation, n u / (1 - n u) with u = 2^-24 (Higham, Accuracy and Stability of
@@ -239,7 +239,7 @@ class _Side:
         self.tied = np.zeros(len(probes.row), dtype=np.int64)
         self.reach = norms[probes.row] * longest  # times TIE or rounding: the doubt about a score of this query
         # the second term: products that fall below float32's range
-        doubt = _rounding(width) * self.reach + width * 2.0**-149
+        doubt = rounding(width) * self.reach + width * 2.0**-149
         # one step outward, so that rounding the bounds themselves to float32 cannot let a doubtful score slip by
         self.high = np.nextafter((probes.score + doubt).astype(np.float32), np.float32(np.inf))
         self.low = np.nextafter((probes.score - doubt).astype(np.float32), np.float32(-np.inf))

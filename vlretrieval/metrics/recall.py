@@ -57,6 +57,16 @@ def direction_figures(ranks: Ranks, ks: Sequence[int]) -> dict[str, Any]:
     return figures
 
 
+def query_intervals(
+    ranks: Ranks, ks: Sequence[int], cluster: IntArray, *, replicates: int, seed: int = 0
+) -> dict[str, list[float]]:
+    """{name: 95 % interval} of one direction's figures. ``cluster``: (queries of the gallery,) each one's picture."""
+    names, table = query_figures(ranks, ks)
+    own = cluster[ranks.query]
+    drawn = bootstrap_means(*cluster_sums(table, own, int(own.max()) + 1), replicates, seed)
+    return dict(zip(names, interval(drawn).tolist(), strict=True))
+
+
 class Fold(NamedTuple):
     """One gallery: its ranks both ways, and each caption's picture (M,), the clusters that intervals draw."""
 

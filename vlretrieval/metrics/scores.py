@@ -42,6 +42,11 @@ class Rows:
     def __len__(self) -> int:
         return self.shape[0]
 
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Of the array as it is stored."""
+        return self.array.dtype
+
     def __getitem__(self, rows: slice | IntArray) -> npt.NDArray[Any]:
         found = self.array[rows] if self.order is None else self.array[self.order[rows]]
         if self.scale is not None:
