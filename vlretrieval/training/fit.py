@@ -27,6 +27,7 @@ from vlretrieval.model.retrieval_model import RetrievalModel
 from vlretrieval.model.seeding import seed_heads
 from vlretrieval.training.callbacks import Checkpoints, Describe, Validation
 from vlretrieval.training.compiled import compile_parts
+from vlretrieval.training.frozen_features import CheckTowers, check_towers
 from vlretrieval.training.nonfinite import NonFiniteGuard
 from vlretrieval.training.precision import allow_tf32, choose_precision, device_of
 from vlretrieval.training.preemption import Preemption, slurm_requeue
@@ -63,6 +64,8 @@ def train(cfg: DictConfig) -> dict[str, Any]:
         ema_decay=cfg.ema_decay,
         freeze=cfg.freeze,
     )
+    if not cfg.resume:
+        check_towers(model, data)
     if cfg.compile:
         compile_parts(model)
 
@@ -77,6 +80,7 @@ def train(cfg: DictConfig) -> dict[str, Any]:
         NonFiniteGuard(keeper, folder / "nonfinite.jsonl", **cfg.nonfinite),
         keeper,
         Preemption(keeper, slurm_requeue() if cfg.requeue else None),
+        *([CheckTowers(data)] if cfg.resume else []),
     ]
     trainer = build_trainer(cfg, callbacks, keeper.io)
     resumed = None
