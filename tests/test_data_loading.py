@@ -35,7 +35,8 @@ def make_loader(batch_size=4, rank=0, world_size=1, seed=0, num_workers=0, **set
 
 
 def content(batch: Batch) -> list:
-    return [getattr(batch, name).tolist() for name in Batch.__dataclass_fields__]
+    values = (getattr(batch, name) for name in Batch.__dataclass_fields__)
+    return [value.tolist() for value in values if value is not None]
 
 
 def contents(loader: TrainLoader, epochs: int = 1) -> list:
