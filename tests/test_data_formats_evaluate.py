@@ -63,7 +63,7 @@ def test_flickr8k_gives_equal_figures_in_four_formats(run_command: Run, tmp_path
     run = tmp_path / "run"
     small = ["model.image_encoder.image_size=32", "model.image_encoder.depth=1", "model.text_encoder.depth=1"]
     status, _, err = run_command(
-        "train", "experiment=flickr8k_small", *karpathy[1:], f"output_dir={run}", *small, "trainer.max_steps=3",
+        "train", "experiment=flickr8k_small", *karpathy[1:], f"output_dir={run}", *small, "+trainer.max_steps=3",
         "trainer.accelerator=cpu", "loss.matching_start=0", "progress_bar=false", "validation.every_n_epochs=100",
     )  # fmt: skip
     assert status == 0, err

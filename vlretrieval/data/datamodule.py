@@ -35,6 +35,8 @@ class RetrievalData(LightningDataModule):
         num_workers: loader processes. 0 is right when the pictures are in memory.
         pin_memory: page-locked batches, for a GPU.
         worker_timeout_s: a worker silent for so long counts as hung; 0: never.
+        shards_together: read tar shards in sequence, so many mixed at a time: for sets larger than memory. None: one
+            permutation of all samples.
         seed: of order, caption choice, negatives and augmentation.
         cache_in_memory: decode the train pictures once into memory, where they fit ``cache_limit_bytes``.
         cache_limit_bytes: the most that cache may take.
@@ -69,6 +71,7 @@ class RetrievalData(LightningDataModule):
         num_workers: int = 0,
         pin_memory: bool = False,
         worker_timeout_s: float = 0,
+        shards_together: int | None = None,
         seed: int = 0,
         cache_in_memory: bool = True,
         cache_limit_bytes: int = 2 * 1024**3,
@@ -92,6 +95,9 @@ class RetrievalData(LightningDataModule):
         self.image_size, self.batch_size, self.seed = image_size, batch_size, seed
         self.captions_per_image, self.negatives_per_caption = captions_per_image, negatives_per_caption
         self.num_workers, self.pin_memory, self.worker_timeout_s = num_workers, pin_memory, worker_timeout_s
+        if shards_together is not None and shards_together < 1:
+            raise ValueError(f"shards_together={shards_together} must be at least 1; null mixes all shards")
+        self.shards_together = shards_together
         self.cache_in_memory, self.cache_limit_bytes = cache_in_memory, cache_limit_bytes
         self.cache = cache
         for name, value in (("augment", augment), ("cache", cache)):
@@ -109,6 +115,7 @@ class RetrievalData(LightningDataModule):
             raise ValueError(f"augment makes pictures of {made}, but image_size={image_size}")
         self.on_bad_image, self.max_bad_share, self.bad_samples_file = on_bad_image, max_bad_share, bad_samples_file
         self.pairs: TrainPairs | None = None
+        self.loader: TrainLoader | None = None
 
     def split(self, name: str) -> Split:
         """A split of the source."""
@@ -206,14 +213,26 @@ class RetrievalData(LightningDataModule):
         assert self.pairs is not None
         attached = self.trainer
         rank, world_size = (attached.global_rank, attached.world_size) if attached else (0, 1)
-        order = EpochOrder(len(self.pairs), self.batch_size, self.seed, rank, world_size)
-        return TrainLoader(
+        shards = None if self.shards_together is None else self.pairs.shards
+        if self.shards_together is not None and shards is None:
+            raise ValueError(f"shards_together={self.shards_together} has no effect: this data set has no tar shards")
+        order = EpochOrder(
+            len(self.pairs),
+            self.batch_size,
+            self.seed,
+            rank,
+            world_size,
+            shards=shards,
+            together=self.shards_together or 1,
+        )
+        self.loader = TrainLoader(
             self.pairs,
             order,
             num_workers=self.num_workers,
             pin_memory=self.pin_memory and torch.cuda.is_available(),
             timeout_s=self.worker_timeout_s,
         )
+        return self.loader
 
 
 def _check_settings(source: Source, settings: dict[str, Any]) -> None:

@@ -60,6 +60,10 @@ class Batch:
         """The same batch in page-locked memory."""
         return self._mapped(lambda tensor: tensor.pin_memory())
 
+    def in_shared_memory(self) -> "Batch":
+        """The same batch where other processes can read it."""
+        return self._mapped(lambda tensor: tensor.share_memory_())
+
     def __len__(self) -> int:
         return len(self.index)
 
@@ -139,6 +143,14 @@ class TrainPairs:
     def __len__(self) -> int:
         """Samples an epoch."""
         return len(self._samples)
+
+    @property
+    def shards(self) -> np.ndarray | None:
+        """(samples,) the shard that each sample's picture lies in; None where they are files of their own."""
+        if self.split.shards is None:
+            return None
+        images = self._samples if self.captions_per_image != "all" else self.caption_image[self._samples]
+        return self.split.shards[images]
 
     def captions_of(self, step: Step) -> np.ndarray:
         """(B,) int64: the captions that ``step`` trains on."""

@@ -88,7 +88,14 @@ def train(cfg: DictConfig) -> dict[str, Any]:
         resumed = resume_path(keeper.folder)
         check_same_run(resumed, described["config"])
     log.info("set up in %.1f s", time.perf_counter() - started_at)
-    trainer.fit(task, datamodule=data, ckpt_path=resumed, weights_only=True)
+    try:
+        trainer.fit(task, datamodule=data, ckpt_path=resumed, weights_only=True)
+    except RuntimeError as error:
+        lost = data.loader.lost_worker(error) if data.loader is not None else None
+        if data.loader is None or lost is None:
+            raise
+        data.loader.close()
+        raise lost from error
 
     result = {
         "step": trainer.global_step,
