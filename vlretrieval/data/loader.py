@@ -41,7 +41,7 @@ class TrainLoader:
         self.epoch = 0
         self.handed_out = 0  # batches of self.epoch handed out
         self._resumed = False
-        self._running: Iterator[Batch] | None = None
+        self._running: Iterator[Batch | _Fault] | None = None
 
     def __len__(self) -> int:
         return len(self.order)
@@ -59,14 +59,17 @@ class TrainLoader:
         finally:
             _end_workers(running)
 
-    def _next(self, running: Iterator[Batch]) -> Batch | None:
+    def _next(self, running: "Iterator[Batch | _Fault]") -> Batch | None:
         try:
-            return next(running, None)
+            batch = next(running, None)
         except Exception as error:
             lost = self.lost_worker(error)
             if lost is None:
                 raise
             raise lost from error
+        if isinstance(batch, _Fault):
+            raise batch.error
+        return batch
 
     def close(self) -> None:
         """End the workers of the epoch that is being iterated."""
@@ -82,7 +85,7 @@ class TrainLoader:
         found = lost_worker(getattr(self._running, "_workers", ()), what)
         return found or full_shared_memory(error, self.num_workers)
 
-    def _batches(self, epoch: int, first: int) -> Iterator[Batch]:
+    def _batches(self, epoch: int, first: int) -> "Iterator[Batch | _Fault]":
         steps = _Steps(self.order, epoch, first)
         if self.num_workers == 0 and not self.pin_memory:
             return (self.pairs[step] for step in steps)
@@ -157,15 +160,27 @@ class _Steps(Sampler[Step]):
         return len(self.order) - self.first
 
 
-class _AsDataset(Dataset[Batch]):
+class _Fault:
+    """What a user can put right (a bad picture), on its way from a worker: torch would make a RuntimeError of it."""
+
+    def __init__(self, error: ValueError) -> None:
+        self.error = error
+
+
+class _AsDataset(Dataset[Batch | _Fault]):
     def __init__(self, pairs: TrainPairs) -> None:
         self.pairs = pairs
 
-    def __getitem__(self, step: Step) -> Batch:
-        batch = self.pairs[step]
+    def __getitem__(self, step: Step) -> Batch | _Fault:
+        if get_worker_info() is None:
+            return self.pairs[step]
+        try:
+            batch = self.pairs[step]
+        except ValueError as error:
+            return _Fault(error)
         # Put into shared memory here, where a lack of it is an error that reaches the main process. Left to the queue's
         # own thread, the batch is dropped with a traceback, and the main process waits for it for ever.
-        return batch if get_worker_info() is None else batch.in_shared_memory()
+        return batch.in_shared_memory()
 
 
 def _end_workers(running: Any) -> None:
