@@ -2,7 +2,11 @@
 
 import json
 import os
+import shutil
 import signal
+import subprocess
+import sys
+import time
 
 import numpy as np
 import pytest
@@ -13,11 +17,13 @@ from tiny_data import picture, tiny_records, tiny_split
 
 from vlretrieval.data.datamodule import RetrievalData
 from vlretrieval.data.datasets import Batch, Step, TrainPairs
+from vlretrieval.data.images import BadImage, open_image
 from vlretrieval.data.loader import TrainLoader, ignore_stop_signals
 from vlretrieval.data.ordering import EpochOrder, keyed_draw
 from vlretrieval.data.pictures import FilePictures, MemoryPictures, decode_all
 from vlretrieval.data.tokenizers import BpeTokenizer
 from vlretrieval.data.transforms import EvalTransform, TrainTransform
+from vlretrieval.data.worker_faults import WorkerLost
 
 TOKENIZER = BpeTokenizer(300, 32).fit(tiny_split().captions)
 
@@ -35,7 +41,8 @@ def make_loader(batch_size=4, rank=0, world_size=1, seed=0, num_workers=0, **set
 
 
 def content(batch: Batch) -> list:
-    return [getattr(batch, name).tolist() for name in Batch.__dataclass_fields__]
+    values = (getattr(batch, name) for name in Batch.__dataclass_fields__)
+    return [value.tolist() for value in values if value is not None]
 
 
 def contents(loader: TrainLoader, epochs: int = 1) -> list:
@@ -319,3 +326,87 @@ def test_evaluation_never_skips(tmp_path):
     data = RetrievalData(source, TOKENIZER, 16, 4, on_bad_image="skip", bad_samples_file=str(tmp_path / "bad.jsonl"))
     with pytest.raises(ValueError, match="empty, 0 bytes"):
         data.split("test").picture(0)
+
+
+class Failing:
+    """Pictures that end each worker at its second batch."""
+
+    def __init__(self, end):
+        self.end, self.asked = end, 0
+
+    def __call__(self, images, keys, may_flip):
+        self.asked += 1
+        if self.asked == 2:
+            self.end()
+        return torch.zeros(len(images), 3, 8, 8, dtype=torch.uint8)
+
+
+def no_room():
+    raise RuntimeError("unable to allocate shared memory(shm) for file </torch_1_2_3>: No space left on device (28)")
+
+
+@pytest.mark.parametrize(
+    ("end", "message"),
+    [
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), r"loader worker [01] \(process \d+\) was killed by SIGKILL, "
+         r"most likely by the system for want of memory; make data.num_workers \(now 2\) .*batch \d of epoch 0"),
+        (lambda: os.kill(os.getpid(), signal.SIGBUS), r"killed by SIGBUS, .*/dev/shm.*--shm-size=8g"),
+        (lambda: os.kill(os.getpid(), signal.SIGSEGV), "killed by SIGSEGV, .*data.num_workers=0 shows where"),
+        (lambda: os._exit(3), "left with exit code 3"),
+        (no_room, r"batches do not fit into shared memory \(/dev/shm\): .*No space left.*--shm-size=8g.*\(now 2\)"),
+    ],
+    ids=["killed", "bus error", "segmentation fault", "left", "no room"],
+)  # fmt: skip
+def test_a_lost_worker_is_told_in_one_line_with_the_way_out(end, message):
+    pairs = TrainPairs(tiny_split(), TOKENIZER, Failing(end))
+    loader = TrainLoader(pairs, EpochOrder(12, 2, 0), num_workers=2)
+    with pytest.raises(WorkerLost, match=message) as caught:
+        list(loader)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_worker_that_ends_while_a_step_is_computed_is_told_too():
+    """torch raises where the main process is at that moment, which is seldom in the loader."""
+    pairs = TrainPairs(tiny_split(), TOKENIZER, FilePictures(tiny_split(), EvalTransform(8)))
+    loader = TrainLoader(pairs, EpochOrder(12, 2, 0), num_workers=1)
+    batches = iter(loader)
+    next(batches)
+    assert loader.lost_worker(RuntimeError("another")) is None
+    with pytest.raises(RuntimeError, match="killed by signal") as raised:
+        os.kill(loader._running._workers[0].pid, signal.SIGKILL)
+        for _ in range(200):  # a step
+            time.sleep(0.05)
+    assert "killed by SIGKILL" in str(loader.lost_worker(raised.value))
+
+
+def test_an_error_of_a_picture_stays_what_it_was():
+    pairs = TrainPairs(tiny_split(), TOKENIZER, Failing(lambda: open_image(b"")))
+    with pytest.raises(BadImage, match="empty, 0 bytes"):
+        list(TrainLoader(pairs, EpochOrder(12, 2, 0), num_workers=2))
+
+
+SMALL_SHARED_MEMORY = """
+import numpy as np, torch
+from vlretrieval.data.datasets import TrainPairs
+from vlretrieval.data.loader import TrainLoader
+from vlretrieval.data.ordering import EpochOrder
+from vlretrieval.data.splits import Split
+from vlretrieval.data.tokenizers import BpeTokenizer
+split = Split("train", list("abcd"), list("abcd"), np.arange(4), None)
+pictures = lambda images, keys, flip: torch.zeros(len(images), 3, 900, 900, dtype=torch.uint8)
+pairs = TrainPairs(split, BpeTokenizer(300, 8).fit(["a"]), pictures)
+try:
+    list(TrainLoader(pairs, EpochOrder(4, 2, 0), num_workers=1))
+except ValueError as error:
+    print(error)
+"""
+
+
+@pytest.mark.slow
+def test_a_full_shared_memory_ends_the_run_and_does_not_hang_it():
+    mount = "mount -t tmpfs -o size=1m tmpfs /dev/shm"
+    if shutil.which("unshare") is None or subprocess.run(["unshare", "-rm", "bash", "-c", mount]).returncode:
+        pytest.skip("needs the right to mount a small /dev/shm of its own")
+    program = f"{mount} && exec {sys.executable} -c '{SMALL_SHARED_MEMORY}'"
+    done = subprocess.run(["unshare", "-rm", "bash", "-c", program], capture_output=True, text=True, timeout=300)
+    assert "batches do not fit into shared memory (/dev/shm)" in done.stdout and "--shm-size" in done.stdout

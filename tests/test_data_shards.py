@@ -8,11 +8,15 @@ import tarfile
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from image_zoo import encoded
-from tiny_data import picture
+from tiny_data import picture, tiny_records
 
+from vlretrieval.data.convert import convert
+from vlretrieval.data.datamodule import RetrievalData
+from vlretrieval.data.ordering import shard_order
 from vlretrieval.data.readers.shards import TarShards
 from vlretrieval.data.records import Records
 from vlretrieval.data.shards import (
@@ -22,9 +26,9 @@ from vlretrieval.data.shards import (
     fetch,
     read_index,
     sample_json,
-    shard_order,
     write_shard,
 )
+from vlretrieval.data.tokenizers import BpeTokenizer
 
 PNG = encoded(picture(3), "PNG")
 
@@ -221,10 +225,61 @@ def test_equal_samples_give_equal_shards_and_nothing_half_written_gets_the_name(
 
 @given(sizes=st.lists(st.integers(0, 6), min_size=1, max_size=8), epoch=st.integers(0, 3), together=st.integers(1, 4))
 def test_the_sequential_order_is_a_permutation_that_keeps_few_shards_open(sizes, epoch, together):
-    order = shard_order(np.array(sizes), 0, epoch, together)
+    shards = np.repeat(np.arange(len(sizes)), sizes)
+    order = shard_order(shards, 0, epoch, together)
     assert sorted(order.tolist()) == list(range(sum(sizes)))
-    shard_of = np.repeat(np.arange(len(sizes)), sizes)[order]
+    shard_of = shards[order]
     first = {s: int(np.flatnonzero(shard_of == s)[0]) for s in set(shard_of.tolist())}
     last = {s: int(np.flatnonzero(shard_of == s)[-1]) for s in first}
     assert all(sum(first[s] <= at <= last[s] for s in first) <= together for at in range(len(order)))
-    assert np.array_equal(order, shard_order(np.array(sizes), 0, epoch, together))
+    assert np.array_equal(order, shard_order(shards, 0, epoch, together))
+    names = np.asarray([7, 3, 100, 5, 1, 0, 9, 2])[shards]  # numbers with gaps, as an excluded or a val shard leaves
+    assert sorted(shard_order(names, 0, epoch, together).tolist()) == list(range(sum(sizes)))
+
+
+@pytest.fixture(scope="module")
+def four_shards(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("set")
+    convert(tiny_records(folder, {"train": 24, "val": 4, "test": 4}), "shards", str(folder / "shards"), per_shard=6)
+    return folder / "shards"
+
+
+def sequential(folder, together=1, batch_size=3, **settings):
+    source = Records(TarShards({split: f"{folder}/{split}-*.tar" for split in ("val", "train", "test")}))
+    tokenizer = BpeTokenizer(300, 32).fit(["a"])
+    data = RetrievalData(source, tokenizer, 16, batch_size, shards_together=together, cache_in_memory=False, **settings)
+    return data.train_dataloader()
+
+
+@pytest.mark.parametrize("mode", ["one", "all"])
+def test_training_reads_one_shard_after_the_other(four_shards, mode):
+    orders = []
+    for batches in (list(loader) for loader in [sequential(four_shards, captions_per_image=mode)] * 2):
+        images = torch.cat([batch.image_ids for batch in batches])
+        assert sorted(images.tolist()) == sorted(list(range(24)) * (1 if mode == "one" else 5))
+        shards = (images // 6).tolist()
+        assert [shard for at, shard in enumerate(shards) if not at or shards[at - 1] != shard] == list(
+            dict.fromkeys(shards)
+        )
+        orders.append(images.tolist())
+    assert orders[0] != orders[1]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_the_sequential_order_is_the_same_for_any_number_of_workers_and_after_a_resume(four_shards, num_workers):
+    whole = [batch.index.tolist() for _ in range(2) for batch in sequential(four_shards, 2)]
+    loader = sequential(four_shards, 2)
+    seen = [batch.index.tolist() for batch, _ in zip(loader, range(3), strict=False)]
+    resumed = sequential(four_shards, 2, num_workers=num_workers)
+    resumed.load_state_dict(loader.state_dict())
+    handed_out = loader.state_dict()["handed_out"]
+    again = [batch.index.tolist() for batch in resumed]
+    assert whole[:3] == seen and whole[handed_out : handed_out + len(again)] == again and len(again) == 8 - handed_out
+    with pytest.raises(ValueError, match="shards_together was 2 in the checkpoint and is 1 now"):
+        sequential(four_shards, 1).load_state_dict(loader.state_dict())
+
+
+def test_a_sequence_of_shards_is_refused_where_there_are_none(tmp_path):
+    data = RetrievalData(tiny_records(tmp_path), BpeTokenizer(300, 32), 16, 4, shards_together=2)
+    with pytest.raises(ValueError, match="shards_together=2 has no effect: this data set has no tar shards"):
+        data.train_dataloader()

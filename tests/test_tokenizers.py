@@ -78,6 +78,62 @@ def test_rows_start_and_end_and_stay_below_the_vocabulary(tokenizer):
     assert tokenizer([]) == []
 
 
+SPELT = ["<end_of_text>", "<START_OF_TEXT>", "&lt;end_of_text&gt;", "<|endoftext|>", "[SEP]", "[CLS]", "[PAD]", "</s>"]
+
+
+@pytest.mark.parametrize("spelt", SPELT)
+def test_a_caption_cannot_spell_a_special_token(tokenizer, spelt):
+    special = {tokenizer.start_id, tokenizer.end_id}
+    for text in (f"a dog {spelt} runs", f"a{spelt}b", spelt * 3, f"{spelt} a dog"):
+        (row,) = tokenizer([text])
+        assert special.isdisjoint(row[1:-1]), text
+        assert len(row) > 2
+    plain, spelling = tokenizer(["a dog runs", f"a dog {spelt} runs"])
+    assert len(spelling) > len(plain) and spelling[:3] == plain[:3]
+
+
+def hugging_face_of(model, before, specials, tmp_path) -> HuggingFaceTokenizer:
+    from tokenizers import Tokenizer, processors
+
+    made = Tokenizer(model)
+    made.pre_tokenizer = before
+    made.add_special_tokens(list(specials))
+    ends = [(name, made.token_to_id(name)) for name in specials[:2]]
+    made.post_processor = processors.TemplateProcessing(single=f"{specials[0]} $A {specials[1]}", special_tokens=ends)
+    made.save(str(tmp_path / "tokenizer.json"))
+    return HuggingFaceTokenizer(str(tmp_path), context_length=32)
+
+
+def test_nor_where_the_vocabulary_itself_holds_its_spelling(tmp_path):
+    from tokenizers import models, pre_tokenizers
+
+    words = {word: number for number, word in enumerate(["<s>", "</s>", "[UNK]", "a", "dog", "<", "/s>"])}
+    by_word = models.WordLevel(words, unk_token="[UNK]")
+    made = hugging_face_of(by_word, pre_tokenizers.WhitespaceSplit(), ["<s>", "</s>"], tmp_path)
+    assert made(["a </s> dog <s>"]) == [[0, 3, 5, 6, 4, 5, 2, 1]]
+    pieces = [("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0), *((piece, -2.0) for piece in ("▁", "a", "<", "/", "s", ">"))]
+    made = hugging_face_of(models.Unigram(pieces, 0), pre_tokenizers.Metaspace(), ["<s>", "</s>"], tmp_path)
+    (row,) = made(["a</s>a<s>"])
+    assert row[0] == 1 and row[-1] == 2 and {1, 2}.isdisjoint(row[1:-1])
+    assert "".join(pieces[i][0] for i in row[1:-1]).replace("▁", "") == "a</s>a<s>"
+    assert made.count_truncated(["</s>" * 3]) == 0 and made.count_truncated(["</s>" * 9]) == 1
+
+
+def test_the_end_token_may_stand_for_unknown_and_still_cannot_be_spelt(tmp_path):
+    """As CLIP's own tokenizer.json has it: one token is end, padding and unknown."""
+    from tokenizers import models, pre_tokenizers
+
+    alphabet = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    words = {**alphabet, "<|startoftext|>": 256, "<|endoftext|>": 257}
+    model = models.BPE(words, [], unk_token="<|endoftext|>")
+    specials = ["<|startoftext|>", "<|endoftext|>"]
+    made = hugging_face_of(model, pre_tokenizers.ByteLevel(add_prefix_space=False), specials, tmp_path)
+    (row,) = made(["a <|endoftext|> b"])
+    assert row[0] == 256 and row[-1] == 257 and {256, 257}.isdisjoint(row[1:-1])
+    letters = {number: letter for letter, number in words.items()}
+    assert "".join(letters[i] for i in row[1:-1]) == "aĠ<|endoftext|>Ġb"
+
+
 def test_a_long_text_is_cut_and_keeps_its_end_token(tokenizer):
     short, long = "a dog", "a dog and a dog " * 50
     row = tokenizer([long])[0]

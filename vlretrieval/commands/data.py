@@ -1,4 +1,4 @@
-"""Convert, examine and cache data sets: convert, doctor, cache."""
+"""Convert, examine and cache data sets: convert, doctor, cache, features."""
 
 from __future__ import annotations
 
@@ -53,13 +53,47 @@ def cache(cfg: DictConfig) -> None:
         print(f"{path}: {path.stat().st_size / 1e6:.1f} MB")
 
 
+@command("data_features", literal=("checkpoint", "output"))
+def features(cfg: DictConfig) -> None:
+    """Compute what frozen towers say of the pictures or captions once."""
+    from vlretrieval.data.features import PARTS
+    from vlretrieval.data.records import Records
+    from vlretrieval.evaluation.subject import open_subject
+    from vlretrieval.evaluation.table import progress
+    from vlretrieval.training.frozen_features import write_features
+
+    unknown = sorted(set(cfg.parts) - set(PARTS[:2]))
+    if unknown or not cfg.parts:
+        raise ValueError(f"parts={list(cfg.parts)}: choose from {', '.join(PARTS[:2])}")
+    subject = open_subject(cfg.checkpoint).to(cfg.device)
+    source: Any = subject.source() if cfg.get("data") is None else records_of(cfg)
+    if not isinstance(source, Records):
+        raise ValueError("this data set has no files: it is drawn anew each time")
+    for split in map(source.split, cfg.splits):
+        parts = [*cfg.parts, *(["negatives"] if "text" in cfg.parts and len(split.negatives) else [])]
+        for part in parts:
+            with progress() as tell:
+                path = write_features(
+                    subject.model,
+                    split,
+                    part,
+                    cfg.output,
+                    transform=subject.transform,
+                    tokenizer=subject.tokenizer,
+                    batch_size=cfg.batch_size,
+                    precision=cfg.precision,
+                    tell=tell,
+                )
+            print(f"{path}: {sum(file.stat().st_size for file in path.iterdir()) / 1e6:.1f} MB")
+
+
 def records_of(cfg: DictConfig) -> Any:
     """The data set's source."""
     from hydra.utils import instantiate
 
     from vlretrieval.data.records import Records
 
-    if cfg.data is None:
+    if cfg.get("data") is None:
         raise ValueError("no data set is given; choose one, as data=karpathy data.json=FILE data.images=DIR")
     source = instantiate(OmegaConf.to_container(cfg.data, resolve=True)["source"])  # type: ignore[index, call-overload]
     if not isinstance(source, Records):
@@ -83,7 +117,7 @@ def bar(what: str) -> Any:
     return shown
 
 
-VERBS = {"convert": convert, "doctor": doctor, "cache": cache}
+VERBS = {"convert": convert, "doctor": doctor, "cache": cache, "features": features}
 
 
 def main() -> None:

@@ -101,12 +101,16 @@ def cache_path(split: Split, transform: EvalTransform, folder: str | Path) -> Pa
 
 
 def _about(split: Split, transform: EvalTransform) -> dict[str, Any]:
+    return {"version": VERSION, **made_of(split, transform)}
+
+
+def made_of(split: Split, transform: EvalTransform) -> dict[str, Any]:
+    """What anything made of a split's pictures depends on: which they are, their files, and how they are resized."""
     digest = hashlib.sha256()
     for image_id in split.image_ids:
         raw = image_id.encode("utf-8", "surrogatepass")
         digest.update(len(raw).to_bytes(8, "little") + raw)
     return {
-        "version": VERSION,
         "split": split.name,
         "pictures": len(split.image_ids),
         "image_ids": digest.hexdigest()[:16],

@@ -10,6 +10,7 @@ from lightning.pytorch import LightningDataModule
 from vlretrieval.data.bad_samples import BadSamples
 from vlretrieval.data.cache import open_cache
 from vlretrieval.data.datasets import CaptionsPerImage, TrainPairs
+from vlretrieval.data.features import Features, about_images, about_texts, features_path, open_features
 from vlretrieval.data.loader import TrainLoader
 from vlretrieval.data.ordering import EpochOrder
 from vlretrieval.data.pictures import Augment, FilePictures, MemoryPictures, decode_all
@@ -34,11 +35,16 @@ class RetrievalData(LightningDataModule):
         num_workers: loader processes. 0 is right when the pictures are in memory.
         pin_memory: page-locked batches, for a GPU.
         worker_timeout_s: a worker silent for so long counts as hung; 0: never.
+        shards_together: read tar shards in sequence, so many mixed at a time: for sets larger than memory. None: one
+            permutation of all samples.
         seed: of order, caption choice, negatives and augmentation.
         cache_in_memory: decode the train pictures once into memory, where they fit ``cache_limit_bytes``.
         cache_limit_bytes: the most that cache may take.
         cache: folder that ``vlretrieval-data cache`` made; the train pictures are read from it, memory-mapped. They are
             stored with side ``stored_size``.
+        image_features: folder that ``vlretrieval-data features`` made: a frozen image tower's output of the train
+            pictures, which takes the place of pixels; it leaves nothing for ``augment`` to do.
+        text_features: likewise of the text tower; it takes the place of token ids.
         resize: "squash", "crop" or "pad"; see ``EvalTransform``.
         augment: a ``TrainTransform``; None: pictures as they are, only resized.
         stored_size: side of the pictures kept in memory for ``augment`` to cut from; None: an eighth more than
@@ -65,10 +71,13 @@ class RetrievalData(LightningDataModule):
         num_workers: int = 0,
         pin_memory: bool = False,
         worker_timeout_s: float = 0,
+        shards_together: int | None = None,
         seed: int = 0,
         cache_in_memory: bool = True,
         cache_limit_bytes: int = 2 * 1024**3,
         cache: str | None = None,
+        image_features: str | None = None,
+        text_features: str | None = None,
         resize: ResizeMode = "squash",
         augment: Augment | None = None,
         stored_size: int | None = None,
@@ -86,8 +95,16 @@ class RetrievalData(LightningDataModule):
         self.image_size, self.batch_size, self.seed = image_size, batch_size, seed
         self.captions_per_image, self.negatives_per_caption = captions_per_image, negatives_per_caption
         self.num_workers, self.pin_memory, self.worker_timeout_s = num_workers, pin_memory, worker_timeout_s
+        if shards_together is not None and shards_together < 1:
+            raise ValueError(f"shards_together={shards_together} must be at least 1; null mixes all shards")
+        self.shards_together = shards_together
         self.cache_in_memory, self.cache_limit_bytes = cache_in_memory, cache_limit_bytes
         self.cache = cache
+        for name, value in (("augment", augment), ("cache", cache)):
+            if image_features is not None and value is not None:
+                raise ValueError(f"{name} has no effect with image_features={image_features}: no pixels are read")
+        self.image_features, self.text_features = image_features, text_features
+        self._features: dict[str, Features] | None = None
         self.transform = EvalTransform(image_size, resize)
         self.augment, self.keep_sides = augment, keep_sides
         self.stored_size = stored_size or (image_size if augment is None else image_size + image_size // 8)
@@ -98,6 +115,7 @@ class RetrievalData(LightningDataModule):
             raise ValueError(f"augment makes pictures of {made}, but image_size={image_size}")
         self.on_bad_image, self.max_bad_share, self.bad_samples_file = on_bad_image, max_bad_share, bad_samples_file
         self.pairs: TrainPairs | None = None
+        self.loader: TrainLoader | None = None
 
     def split(self, name: str) -> Split:
         """A split of the source."""
@@ -114,7 +132,8 @@ class RetrievalData(LightningDataModule):
         if stage not in (None, "fit") or self.pairs is not None:
             return
         split = self.source.split("train")
-        pictures, usable = self._pictures(split)
+        features = self.features()
+        pictures, usable = self._pictures(split) if "image" not in features else (None, None)
         self.pairs = TrainPairs(
             split,
             self.tokenizer,
@@ -124,8 +143,33 @@ class RetrievalData(LightningDataModule):
             usable=usable,
             keep_sides=self.keep_sides,
             seed=self.seed,
+            image_features=features.get("image"),
+            text_features=features.get("text"),
+            negative_features=features.get("negatives"),
         )
         self._tell_about_flips(split)
+
+    def features(self) -> dict[str, Features]:
+        """The frozen towers' outputs of the train split that take the place of their inputs: part -> features.
+
+        Raises:
+            ValueError: for features that are of other data, other preprocessing, or damaged.
+        """
+        if self._features is None:
+            self._features = {}
+            if self.image_features is None and self.text_features is None:
+                return self._features
+            self.fit_tokenizer()
+            split = self.source.split("train")
+            if self.image_features is not None:
+                path = features_path(self.image_features, split.name, "image")
+                self._features["image"] = open_features(path, about_images(split, self.transform))
+            if self.text_features is not None:
+                parts = ("text", "negatives") if self.negatives_per_caption and len(split.negatives) else ("text",)
+                for part in parts:
+                    path = features_path(self.text_features, split.name, part)
+                    self._features[part] = open_features(path, about_texts(split, self.tokenizer, part))
+        return self._features
 
     def _tell_about_flips(self, split: Split) -> None:
         if not getattr(self.augment, "flip", 0):
@@ -169,14 +213,26 @@ class RetrievalData(LightningDataModule):
         assert self.pairs is not None
         attached = self.trainer
         rank, world_size = (attached.global_rank, attached.world_size) if attached else (0, 1)
-        order = EpochOrder(len(self.pairs), self.batch_size, self.seed, rank, world_size)
-        return TrainLoader(
+        shards = None if self.shards_together is None else self.pairs.shards
+        if self.shards_together is not None and shards is None:
+            raise ValueError(f"shards_together={self.shards_together} has no effect: this data set has no tar shards")
+        order = EpochOrder(
+            len(self.pairs),
+            self.batch_size,
+            self.seed,
+            rank,
+            world_size,
+            shards=shards,
+            together=self.shards_together or 1,
+        )
+        self.loader = TrainLoader(
             self.pairs,
             order,
             num_workers=self.num_workers,
             pin_memory=self.pin_memory and torch.cuda.is_available(),
             timeout_s=self.worker_timeout_s,
         )
+        return self.loader
 
 
 def _check_settings(source: Source, settings: dict[str, Any]) -> None:

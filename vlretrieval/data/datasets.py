@@ -3,12 +3,13 @@
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from vlretrieval.data.features import FeatureRows, Features
 from vlretrieval.data.ordering import keyed_draw
 from vlretrieval.data.packed import PackedTokens
 from vlretrieval.data.sides import names_a_side
@@ -30,7 +31,7 @@ class Batch:
     caption, are no negatives of each other.
     """
 
-    pixels: Tensor  # (B, 3, S, S) uint8
+    pixels: Tensor | None  # (B, 3, S, S) uint8; None where ``image`` stands for them
     token_ids: Tensor  # (B, L) int64
     token_mask: Tensor  # (B, L) bool, True = token
     image_ids: Tensor  # (B,) int64
@@ -38,10 +39,18 @@ class Batch:
     index: Tensor  # (B,) int64, the caption's index in the split
     negative_token_ids: Tensor | None = None  # (B, K, Ln) int64
     negative_token_mask: Tensor | None = None  # (B, K, Ln) bool; all False where a caption has fewer than K
+    # A frozen tower's output, half precision, of the same pictures, captions and negatives (B, K, ...).
+    image: FeatureRows | None = None
+    text: FeatureRows | None = None
+    negatives: FeatureRows | None = None
 
     def _mapped(self, change: Callable[[Tensor], Tensor]) -> "Batch":
-        tensors = ((field.name, getattr(self, field.name)) for field in fields(self))
-        return replace(self, **{name: change(value) for name, value in tensors if value is not None})
+        changed: dict[str, Any] = {}
+        for name in (field.name for field in fields(self)):
+            value = getattr(self, name)
+            if value is not None:
+                changed[name] = value.mapped(change) if isinstance(value, FeatureRows) else change(value)
+        return replace(self, **changed)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "Batch":
         """The same batch on ``device``."""
@@ -50,6 +59,10 @@ class Batch:
     def pin_memory(self) -> "Batch":
         """The same batch in page-locked memory."""
         return self._mapped(lambda tensor: tensor.pin_memory())
+
+    def in_shared_memory(self) -> "Batch":
+        """The same batch where other processes can read it."""
+        return self._mapped(lambda tensor: tensor.share_memory_())
 
     def __len__(self) -> int:
         return len(self.index)
@@ -70,6 +83,7 @@ class TrainPairs:
         tokenizer: fitted.
         pictures: gives the pixels (B, 3, S, S) uint8 of images, from their indices (B,), one random key each (B,)
             uint64, which is all that their augmentation may depend on, and whether each may be mirrored (B,) bool.
+            None with ``image_features``.
         captions_per_image: "one": a sample is an image with one of its captions, drawn anew each epoch; "first": always
             with its first; "all": a sample is a caption, so an image is seen as often as it has captions.
         negatives_per_caption: hard negatives of the data drawn for each caption of a step.
@@ -77,13 +91,15 @@ class TrainPairs:
         keep_sides: a picture is never mirrored for a caption that says left or right.
         seed: of every draw.
         multiple: captions are padded to the longest of the batch, rounded up to it.
+        image_features: a frozen tower's output of all pictures, in place of pixels.
+        text_features, negative_features: likewise of all captions, and of the data's hard negatives.
     """
 
     def __init__(
         self,
         split: Split,
         tokenizer: Tokenizer,
-        pictures: Callable[[np.ndarray, np.ndarray, np.ndarray], Tensor],
+        pictures: Callable[[np.ndarray, np.ndarray, np.ndarray], Tensor] | None,
         *,
         captions_per_image: CaptionsPerImage = "one",
         negatives_per_caption: int = 0,
@@ -91,7 +107,11 @@ class TrainPairs:
         keep_sides: bool = True,
         seed: int = 0,
         multiple: int = 4,
+        image_features: Features | None = None,
+        text_features: Features | None = None,
+        negative_features: Features | None = None,
     ) -> None:
+        assert (pictures is None) != (image_features is None)
         if captions_per_image not in ("one", "first", "all"):
             raise ValueError(f"captions_per_image={captions_per_image!r} is not known; choose one, first or all")
         if negatives_per_caption and not len(split.negatives):
@@ -100,6 +120,8 @@ class TrainPairs:
                 f"set it to 0"
             )
         self.split, self.pictures = split, pictures
+        self.image_features, self.text_features = image_features, text_features
+        self.negative_features = negative_features
         self.captions_per_image, self.negatives_per_caption = captions_per_image, negatives_per_caption
         self.seed, self.multiple, self.context_length = seed, multiple, tokenizer.context_length
         self.tokens = tokenise(split, tokenizer)
@@ -122,6 +144,14 @@ class TrainPairs:
         """Samples an epoch."""
         return len(self._samples)
 
+    @property
+    def shards(self) -> np.ndarray | None:
+        """(samples,) the shard that each sample's picture lies in; None where they are files of their own."""
+        if self.split.shards is None:
+            return None
+        images = self._samples if self.captions_per_image != "all" else self.caption_image[self._samples]
+        return self.split.shards[images]
+
     def captions_of(self, step: Step) -> np.ndarray:
         """(B,) int64: the captions that ``step`` trains on."""
         samples = self._samples[step.samples]
@@ -136,18 +166,25 @@ class TrainPairs:
         captions = self.captions_of(step)
         images = self.caption_image[captions]
         token_ids, token_mask = self.tokens.gather(captions, self.multiple, self.context_length)
+        pixels = None
+        if self.pictures is not None:
+            keys = keyed_draw(self.seed, step.epoch, _AUGMENT, captions)
+            pixels = self.pictures(images, keys, ~self._sided[captions])
         batch = Batch(
-            pixels=self.pictures(images, keyed_draw(self.seed, step.epoch, _AUGMENT, captions), ~self._sided[captions]),
+            pixels=pixels,
             token_ids=torch.from_numpy(token_ids),
             token_mask=torch.from_numpy(token_mask),
             image_ids=torch.from_numpy(images),
             caption_ids=torch.from_numpy(self.caption_ids[captions]),
             index=torch.from_numpy(captions),
+            image=_gathered(self.image_features, images),
+            text=_gathered(self.text_features, captions, self.multiple),
         )
         if self.negatives_per_caption:
             drawn = self.negatives_of(captions, step.epoch)
             ids, mask = self.negative_tokens.gather(drawn, self.multiple, self.context_length)
             batch.negative_token_ids, batch.negative_token_mask = torch.from_numpy(ids), torch.from_numpy(mask)
+            batch.negatives = _gathered(self.negative_features, drawn, self.multiple)
         return batch
 
     def negatives_of(self, captions: np.ndarray, epoch: int) -> np.ndarray:
@@ -159,6 +196,10 @@ class TrainPairs:
         keys = np.where(places < count, keys, np.uint64(2**64 - 1))  # what does not exist is drawn last
         chosen = np.argsort(keys, axis=1, kind="stable")[:, : self.negatives_per_caption]
         return np.where(chosen < count, start + chosen, -1)
+
+
+def _gathered(features: Features | None, rows: np.ndarray, multiple: int = 4) -> FeatureRows | None:
+    return None if features is None else features.gather(rows, multiple)
 
 
 def tokenise(split: Split, tokenizer: Tokenizer) -> PackedTokens:

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from vlretrieval.data.datasets import Batch, Step, TrainPairs
 from vlretrieval.data.ordering import EpochOrder
+from vlretrieval.data.worker_faults import WorkerLost, full_shared_memory, lost_worker
 
 
 class TrainLoader:
@@ -42,6 +43,7 @@ class TrainLoader:
         self.handed_out = 0  # batches of self.epoch handed out
         self.waited_s = 0.0  # that whoever iterates has waited for batches so far
         self._resumed = False
+        self._running: Iterator[Batch | _Fault] | None = None
 
     def __len__(self) -> int:
         return len(self.order)
@@ -50,18 +52,47 @@ class TrainLoader:
         if self.handed_out and not self._resumed:
             self.epoch, self.handed_out = self.epoch + 1, 0
         self._resumed = False
-        batches = self._batches(self.epoch, self.handed_out)
-        while True:
-            asked_at = time.perf_counter()
-            batch = next(batches, None)
-            self.waited_s += time.perf_counter() - asked_at
-            if batch is None:
-                return
-            # Counted before it is handed out: a checkpoint written during step k holds k + 1 batches.
-            self.handed_out += 1
-            yield batch
+        running = self._running = self._batches(self.epoch, self.handed_out)
+        try:
+            while True:
+                asked_at = time.perf_counter()
+                batch = self._next(running)
+                self.waited_s += time.perf_counter() - asked_at
+                if batch is None:
+                    return
+                # Counted before it is handed out: a checkpoint written during step k holds k + 1 batches.
+                self.handed_out += 1
+                yield batch
+        finally:
+            _end_workers(running)
 
-    def _batches(self, epoch: int, first: int) -> Iterator[Batch]:
+    def _next(self, running: "Iterator[Batch | _Fault]") -> Batch | None:
+        try:
+            batch = next(running, None)
+        except Exception as error:
+            lost = self.lost_worker(error)
+            if lost is None:
+                raise
+            raise lost from error
+        if isinstance(batch, _Fault):
+            raise batch.error
+        return batch
+
+    def close(self) -> None:
+        """End the workers of the epoch that is being iterated."""
+        _end_workers(self._running)
+
+    def lost_worker(self, error: BaseException) -> WorkerLost | None:
+        """What to tell in place of ``error`` where a worker's end lies behind it; None where all workers live.
+
+        Not only ``next`` fails of it: torch raises as soon as the system tells of the worker's end, wherever the main
+        process is then.
+        """
+        what = f"batch {self.handed_out} of epoch {self.epoch} was waited for"
+        found = lost_worker(getattr(self._running, "_workers", ()), what)
+        return found or full_shared_memory(error, self.num_workers)
+
+    def _batches(self, epoch: int, first: int) -> "Iterator[Batch | _Fault]":
         steps = _Steps(self.order, epoch, first)
         if self.num_workers == 0 and not self.pin_memory:
             return (self.pairs[step] for step in steps)
@@ -101,19 +132,26 @@ class TrainLoader:
         """Go on after ``state``.
 
         Raises:
-            ValueError: naming both values where the seed, the set's size or the global batch size differ.
+            ValueError: naming both values where the seed, the set's size, the global batch size or the order differ.
         """
         for name, here in self._must_match().items():
-            if state[name] != here:
+            was = state.get(name, 0)
+            if was != here:
                 raise ValueError(
-                    f"cannot go on in the middle of the data: {name} was {state[name]} in the checkpoint and is "
+                    f"cannot go on in the middle of the data: {name} was {was} in the checkpoint and is "
                     f"{here} now; set it back, or start a new run from the checkpoint's weights"
                 )
         self.epoch, self.handed_out = int(state["epoch"]), int(state["handed_out"])
         self._resumed = self.handed_out < len(self)  # a finished epoch is followed by the next one
 
     def _must_match(self) -> dict[str, int]:
-        return {"seed": self.order.seed, "samples": self.order.size, "batch_size": self.order.batch_size}
+        order = self.order
+        return {
+            "seed": order.seed,
+            "samples": order.size,
+            "batch_size": order.batch_size,
+            "shards_together": order.together,
+        }
 
 
 class _Steps(Sampler[Step]):
@@ -129,12 +167,33 @@ class _Steps(Sampler[Step]):
         return len(self.order) - self.first
 
 
-class _AsDataset(Dataset[Batch]):
+class _Fault:
+    """What a user can put right (a bad picture), on its way from a worker: torch would make a RuntimeError of it."""
+
+    def __init__(self, error: ValueError) -> None:
+        self.error = error
+
+
+class _AsDataset(Dataset[Batch | _Fault]):
     def __init__(self, pairs: TrainPairs) -> None:
         self.pairs = pairs
 
-    def __getitem__(self, step: Step) -> Batch:
-        return self.pairs[step]
+    def __getitem__(self, step: Step) -> Batch | _Fault:
+        if get_worker_info() is None:
+            return self.pairs[step]
+        try:
+            batch = self.pairs[step]
+        except ValueError as error:
+            return _Fault(error)
+        # Put into shared memory here, where a lack of it is an error that reaches the main process. Left to the queue's
+        # own thread, the batch is dropped with a traceback, and the main process waits for it for ever.
+        return batch.in_shared_memory()
+
+
+def _end_workers(running: Any) -> None:
+    # A traceback may hold on to them, and since they ignore SIGTERM the process would then wait for them at its end.
+    if hasattr(running, "_shutdown_workers"):
+        running._shutdown_workers()
 
 
 def _same(batch: Any) -> Any:

@@ -165,6 +165,8 @@ class Records:
         if not captions:
             raise ValueError(f"split {name!r} of {self._called()} is empty: {len(records)} images, no captions")
         opener = _Opener(self, PackedStrings(record.image for record in records))
+        shard_of = getattr(self.reader, "shard_of", None)
+        shards = None if shard_of is None else np.asarray([shard_of(record.image) for record in records])
         regions = {i: record.regions for i, record in enumerate(records) if record.regions}
         return Split(
             name,
@@ -177,6 +179,7 @@ class Records:
             regions=(lambda index: regions.get(index, ())) if regions else None,
             stamp=opener.stamp,
             notes=dict(notes),
+            shards=shards,
         )
 
     def _drops_empty(self, record: Record) -> bool:

@@ -2,7 +2,8 @@
 
 A shard is a plain tar; the members of a sample stand together and share their name up to the first dot of the file
 name: ``a/007.jpg`` with ``a/007.json`` or ``a/007.txt``. Headers are read once; after that a sample is one slice of the
-file, in any order, so the whole set is shuffled as one and split over ranks and workers like any other. Nothing is ever
+file, in any order, so the whole set is shuffled as one (or, where it is larger than memory, a few shards at a time: see
+``ordering.py``) and split over ranks and workers like any other. Nothing is ever
 unpacked to disk, no member is ever run or unpickled, and no shard's name is ever given to a shell.
 """
 
@@ -286,21 +287,3 @@ def expand_braces(pattern: str) -> list[str]:
 def sample_json(fields: dict) -> bytes:
     """The .json member of a sample that we write."""
     return json.dumps(fields, ensure_ascii=False, sort_keys=True).encode("utf-8", "surrogatepass")
-
-
-def shard_order(sizes: np.ndarray, seed: int, epoch: int, together: int = 4) -> np.ndarray:
-    """A permutation that reads shards nearly in sequence: shards in random order, ``together`` of them mixed as one.
-
-    For a set larger than memory on a disk or file system that is slow at random reads.
-
-    Args:
-        sizes: (S,) samples of each shard, in their stored order.
-        seed, epoch: the permutation follows from these alone.
-        together: shards that are open, and mixed, at a time.
-    """
-    rng = np.random.Generator(np.random.PCG64([seed, epoch, 1]))
-    starts = np.concatenate([[0], np.cumsum(sizes)])
-    order = rng.permutation(len(sizes))
-    groups = [order[i : i + together] for i in range(0, len(order), together)]
-    parts = [np.concatenate([np.arange(starts[s], starts[s + 1]) for s in group]) for group in groups]
-    return np.concatenate([rng.permutation(part) for part in parts])

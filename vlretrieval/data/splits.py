@@ -89,6 +89,7 @@ class Split:
         regions: gives the regions known in picture ``index``.
         stamp: gives a text that changes when the pictures' files do; None: there are no files.
         notes: counts worth telling (captions left out, pictures without captions), for reports.
+        shards: (N,) int64, the shard that each picture lies in; None: pictures are files of their own.
     """
 
     def __init__(
@@ -105,7 +106,9 @@ class Split:
         regions: Callable[[int], tuple[Region, ...]] | None = None,
         stamp: Callable[[], str] | None = None,
         notes: dict[str, int] | None = None,
+        shards: np.ndarray | None = None,
     ) -> None:
+        self.shards = shards
         self.name = name
         self.image_ids = image_ids
         self.captions = captions
@@ -205,6 +208,7 @@ class Split:
             regions=self._regions,
             stamp=self._stamp,
             notes=self.notes,
+            shards=self.shards,
         )
 
 

@@ -6,6 +6,7 @@ Padding is a step of its own (``pad``), so that a batch is only as long as its l
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
@@ -232,9 +233,15 @@ class ClipTokenizer:
 
     @cached_property
     def _engine(self) -> Any:
+        import regex  # open_clip's own requirement
         from open_clip.tokenizer import SimpleTokenizer
 
-        return SimpleTokenizer()
+        engine = SimpleTokenizer()
+        # It takes a caption's own "<end_of_text>" for the end token; without the two spellings it is text like any.
+        spelt = "<start_of_text>|<end_of_text>|"
+        assert engine.pat.pattern.startswith(spelt), "open_clip has another pattern"
+        engine.pat = regex.compile(engine.pat.pattern.removeprefix(spelt), regex.IGNORECASE)
+        return engine
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key != "_engine"}
@@ -264,7 +271,8 @@ class ClipTokenizer:
 class HuggingFaceTokenizer:
     """The tokenizer of a Hugging Face text tower, from its ``tokenizer.json`` (a file, or the folder that holds it).
 
-    Start and end are the ones the file's own template puts around a text. The whole file travels in ``to_dict``.
+    Start and end are the ones the file's own template puts around a text; a caption that spells one of the file's
+    special tokens ("</s>", "<|endoftext|>") gets it as text. The whole file travels in ``to_dict``.
 
     Args:
         path: ``tokenizer.json`` or a folder with one.
@@ -303,6 +311,12 @@ class HuggingFaceTokenizer:
         named = (data.get("padding") or {}).get("pad_id")
         known = (self._engine.token_to_id(token) for token in ("[PAD]", "<pad>", "<|endoftext|>"))
         self.pad_id = named if named is not None else next((i for i in known if i is not None), 0)
+        special = {t["content"]: t["id"] for t in data.get("added_tokens") or () if t.get("special")}
+        model = data["model"]
+        unknown = model.get("unk_id", self._engine.token_to_id(model.get("unk_token") or ""))
+        self._reserved = {i for i in special.values() if i != unknown} | {self.start_id, self.end_id}
+        spelt = sorted((token for token, i in special.items() if i in self._reserved), key=len, reverse=True)
+        self._spelt = re.compile("|".join(map(re.escape, spelt)) or r"(?!)")
 
     @cached_property
     def _engine(self) -> Any:
@@ -312,6 +326,7 @@ class HuggingFaceTokenizer:
         engine = Engine.from_str(json.dumps(self._data))
         engine.no_padding()
         engine.no_truncation()
+        engine.encode_special_tokens = True  # what a caption spells is text
         return engine
 
     def __getstate__(self) -> dict[str, Any]:
@@ -319,7 +334,16 @@ class HuggingFaceTokenizer:
 
     def _encode(self, texts: Sequence[str]) -> list[list[int]]:
         clean = [text.encode("utf-8", "replace").decode("utf-8") for text in texts]
-        return [encoding.ids for encoding in self._engine.encode_batch_fast(clean, add_special_tokens=False)]
+        rows = [encoding.ids for encoding in self._engine.encode_batch_fast(clean, add_special_tokens=False)]
+        return [
+            ids if self._reserved.isdisjoint(ids) else self._as_text(text)
+            for text, ids in zip(clean, rows, strict=True)
+        ]
+
+    def _as_text(self, text: str) -> list[int]:
+        # Whole words and pieces of a vocabulary may still be its special tokens: a blank within them makes them text.
+        apart = self._spelt.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text)
+        return [i for i in self._engine.encode(apart, add_special_tokens=False).ids if i not in self._reserved]
 
     def __call__(self, texts: Sequence[str]) -> list[list[int]]:
         return _framed(self._encode(texts), self.start_id, self.end_id, self.context_length)

@@ -54,12 +54,18 @@ class RetrievalModel(nn.Module):
 
     def encode_image(self, pixels: Tensor) -> Encoded:
         """(B, 3, H, W) uint8 (or normalised float) pixels -> embedding (B, E), tokens (B, P, dim)."""
-        pooled, tokens, mask = self.image_encoder(pixels)
-        return Encoded(_unit(self.image_projection(pooled)), tokens, mask)
+        return self.project_image(*self.image_encoder(pixels))
 
     def encode_text(self, token_ids: Tensor, token_mask: Tensor | None = None) -> Encoded:
         """(B, L) ids, (B, L) bool mask -> embedding (B, E), tokens (B, L, dim). Padding changes nothing."""
-        pooled, tokens, mask = self.text_encoder(token_ids, token_mask)
+        return self.project_text(*self.text_encoder(token_ids, token_mask))
+
+    def project_image(self, pooled: Tensor, tokens: Tensor, mask: Tensor | None = None) -> Encoded:
+        """What the image encoder gave, whenever it did: pooled (B, dim) goes into the joint space."""
+        return Encoded(_unit(self.image_projection(pooled)), tokens, mask)
+
+    def project_text(self, pooled: Tensor, tokens: Tensor, mask: Tensor | None = None) -> Encoded:
+        """As :meth:`project_image`, of the text encoder."""
         return Encoded(_unit(self.text_projection(pooled)), tokens, mask)
 
     @staticmethod

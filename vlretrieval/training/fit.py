@@ -30,6 +30,7 @@ from vlretrieval.model.retrieval_model import RetrievalModel
 from vlretrieval.model.seeding import seed_heads
 from vlretrieval.training.callbacks import Checkpoints, Describe, Validation, check_multiple
 from vlretrieval.training.compiled import compile_parts
+from vlretrieval.training.frozen_features import CheckTowers, check_towers
 from vlretrieval.training.nonfinite import NonFiniteGuard
 from vlretrieval.training.precision import allow_tf32, choose_precision, device_of
 from vlretrieval.training.preemption import Preemption, slurm_requeue
@@ -74,11 +75,19 @@ def train(cfg: DictConfig) -> Result:
         validation(cfg, data),
         *early_stopping(cfg),
         keeper,
+        *([CheckTowers(data)] if resumed is not None else []),
         *([ProgressBar(pace)] if cfg.progress_bar else []),
     ]
     trainer = build_trainer(cfg, callbacks, keeper.io)
     log.info("set up in %.1f s", time.perf_counter() - started_at)
-    trainer.fit(task, datamodule=data, ckpt_path=resumed, weights_only=True)
+    try:
+        trainer.fit(task, datamodule=data, ckpt_path=resumed, weights_only=True)
+    except RuntimeError as error:
+        lost = data.loader.lost_worker(error) if data.loader is not None else None
+        if data.loader is None or lost is None:
+            raise
+        data.loader.close()
+        raise lost from error
 
     figures = {
         "step": trainer.global_step,
@@ -125,7 +134,10 @@ def build(cfg: DictConfig, resumed: str | None = None) -> tuple[RetrievalData, R
         ema_decay=cfg.ema_decay,
         freeze=cfg.freeze,
     )
+    if resumed is None:
+        check_towers(model, data)
     return data, task
+
 
 
 def check(cfg: DictConfig) -> list[Finding]:

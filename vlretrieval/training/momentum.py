@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from vlretrieval import losses
 from vlretrieval.data.datasets import Batch
 from vlretrieval.model.retrieval_model import RetrievalModel
+from vlretrieval.training.frozen_features import image_of, text_of
 from vlretrieval.training.gather import gather_rows
 
 
@@ -96,8 +97,8 @@ class MomentumEncoder(nn.Module):
     @torch.no_grad()
     def teach(self, batch: Batch, progress: float = 1.0) -> Teacher:
         """Encodes this step's pairs; then remembers them, those of all ranks, for the steps to come."""
-        image = self.twin.encode_image(batch.pixels).embedding
-        text = self.twin.encode_text(batch.token_ids, batch.token_mask).embedding
+        image = image_of(self.twin, batch).embedding
+        text = text_of(self.twin, batch).embedding
         rows = tuple(gather_rows(tensor) for tensor in (image, text, batch.image_ids, batch.caption_ids))
         filled = min(int(self.written), self.settings.queue)
         queues = (self.image_queue, self.text_queue, self.image_ids, self.caption_ids)

@@ -20,6 +20,7 @@ from vlretrieval.training.averaging import WeightAverage
 from vlretrieval.training.chunks import recomputed
 from vlretrieval.training.draws import uniform_rows
 from vlretrieval.training.freezing import freeze_parts
+from vlretrieval.training.frozen_features import image_of, negatives_of, text_of
 from vlretrieval.training.gather import gather_encoded, gather_rows, over_ranks, world
 from vlretrieval.training.length_buckets import encode_text
 from vlretrieval.training.metrics_file import written
@@ -135,7 +136,10 @@ class RetrievalTask(pl.LightningModule):
 
     def encode(self, batch: Batch) -> Pairs:
         """The batch as the objective takes it: encoded here, gathered over ranks, positives known."""
-        image = recomputed(self.model.encode_image, self.objective.chunk, batch.pixels)
+        if batch.pixels is None:
+            image = image_of(self.model, batch)
+        else:
+            image = recomputed(self.model.encode_image, self.objective.chunk, batch.pixels)
         text, negatives, negative_valid = self._encode_texts(batch)
         image_ids, caption_ids = gather_rows(batch.image_ids), gather_rows(batch.caption_ids)
         matching = self.objective.matches(self.model, self.progress)
@@ -164,6 +168,9 @@ class RetrievalTask(pl.LightningModule):
             return encode_text(self.model, token_ids, token_mask, self.objective.length_buckets)
 
         unused = not self.objective.matches(self.model, self.progress)
+        if batch.text is not None:
+            matched = 0 if unused else self.objective.matched(len(own))
+            return text_of(self.model, batch), *negatives_of(self.model, batch.negatives, matched)
         if batch.negative_token_ids is None or batch.negative_token_mask is None or unused:
             return recomputed(encode, self.objective.chunk, own, batch.token_mask), None, None
         matched = self.objective.matched(len(own))

@@ -165,9 +165,9 @@ class TarShards:
         shard, start, size = self._places[self._names[image]]
         return self._files[shard].read(int(start), int(size))
 
-    def shard_sizes(self) -> np.ndarray:
-        """(S,) int64: pictures in each shard, in their order."""
-        return np.bincount(self._places[:, 0], minlength=len(self._files))
+    def shard_of(self, image: str) -> int:
+        """The number of the shard that a record's picture lies in."""
+        return int(self._places[self._names[image], 0])
 
     def fingerprint(self) -> dict:
         """Plain data: the settings, and the sha256 over the shards' names and sizes (not their content)."""
