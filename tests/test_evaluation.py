@@ -122,6 +122,8 @@ def test_re_ranking_moves_the_shortlist_and_nothing_else(encoded, all_logits, to
             head = sorted(order[:top_k], key=lambda c: (fused[c] < best - noise, good[c]))  # noqa: B023
             place = next(p for p, c in enumerate(head + order[top_k:]) if good[c])
             assert ranks.rank()[row] == place + 1
+            if best == np.inf:  # no tie rule brings what is outside the shortlist into it
+                assert ranks.rank("optimistic")[row] > min(top_k, scores.shape[1])
 
 
 def test_weight_zero_changes_no_rank(encoded):

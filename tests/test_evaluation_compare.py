@@ -106,6 +106,21 @@ def test_unlike_protocols_are_refused_with_both_values(tmp_path, change, message
         compare(runs[:1], runs[1:])
 
 
+@pytest.mark.parametrize(
+    ("figures", "queries"),
+    [("{}", None), ("[1]", None), ('{"protocol": 3}', None), ("{", None), (None, b"x"), (None, b"")],
+)
+def test_what_is_no_evaluation_is_refused_by_name(tmp_path, figures, queries):
+    write_run(tmp_path / "a", np.ones(20, int))
+    if figures is not None:
+        (tmp_path / "a/metrics.json").write_text(figures)
+    if queries is not None:
+        (tmp_path / "a/queries.npz").write_bytes(queries)
+    with pytest.raises(ValueError, match="a is not an evaluation that can be compared: ") as refused:
+        load_run(tmp_path / "a")
+    assert "unsafely" not in str(refused.value)
+
+
 def test_other_hard_negatives_of_the_same_kinds_are_refused(tmp_path):
     split = tiny_split()
     tokenizer = tiny_tokenizer(split)

@@ -108,6 +108,7 @@ def test_a_folder_stays_on_disk_until_its_rows_are_asked_for(tmp_path):
         ({"image_ids": None}, "lacks image_ids"),
         ({"image_ids": np.array(["i0"] * 12)}, "holds 'i0' twice"),
         ({"text_image_ids": np.array(["i0"] * 35 + ["x"])}, r"text_image_ids\[35\] is 'x'"),
+        ({"image_ids": np.arange(12.0), "text_image_ids": np.arange(36) // 3}, "image_ids are float64, .* int64"),
         ({"text_image_ids": np.array(["i0"] * 7)}, "one id a row"),
         ({"image_embeddings": np.ones((12, 6), np.int64)}, "of a float type"),
         ({"image_embeddings": np.zeros((12, 6), np.float32)}, "image embedding 0 of 12 is all zeros"),
@@ -299,6 +300,9 @@ def test_figures_of_a_run_carry_what_they_were_made_from(tmp_path, run_command):
     assert figures["protocol"]["ks"] == [1, 2] and figures["protocol"]["intervals"]["replicates"] == 10
     assert figures["protocol"]["versions"]["numpy"] == np.__version__
     assert len(figures["subject"]["run_hash"]) == len(figures["subject"]["qrels_hash"]) == 16
+    (tmp_path / "b.qrels").write_text("q7 0 a 1\n")
+    status, _, err = run_command("evaluate", *words, "qrels=b.qrels")
+    assert status == 2 and "a.run: no query of it is in the truth; the first are 'q1' and 'q7'" in err
     (tmp_path / "b.qrels").write_text("q1 0 a --1\n")
     status, _, err = run_command("evaluate", *words, "qrels=b.qrels")
     assert status == 2 and "b.qrels:1: the relevance '--1' is not a whole number" in err

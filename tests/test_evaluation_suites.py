@@ -160,6 +160,13 @@ def test_aro_pictures_are_cut_to_their_box(tmp_path, pictures):
     assert [split.picture(i).size for i in range(2)] == [(10, 8), (5, 8)]
     assert list(split.negatives.kinds) == ["visual_genome_relation"] * 2
     assert list(Aro(str(tmp_path), str(pictures), by="relation").split("test").negatives.kinds) == ["on", "on"]
+    # boxes are drawn by hand: an edge may lie beyond the picture's (never black pixels), not the whole box
+    (tmp_path / "visual_genome_relation.json").write_text(json.dumps([{**entry, "bbox_w": 500, "bbox_x": -3}]))
+    assert Aro(str(tmp_path), str(pictures)).split("test").picture(0).size == (20, 8)
+    for wrong in ({"bbox_x": 20}, {"bbox_w": 0}, {"bbox_h": -9}):
+        (tmp_path / "visual_genome_relation.json").write_text(json.dumps([{**entry, **wrong}]))
+        with pytest.raises(ValueError, match=r"1.jpg: the box \(.*\) holds nothing of the picture of 20 x 30"):
+            Aro(str(tmp_path), str(pictures)).split("test").picture(0)
     (tmp_path / "visual_genome_relation.json").write_text(json.dumps([{**entry, "bbox_w": None}]))
     with pytest.raises(ValueError, match="entry 0 has no box"):
         Aro(str(tmp_path), str(pictures)).split("test")
@@ -178,6 +185,12 @@ def test_valse_keeps_what_the_annotators_confirmed(tmp_path, pictures):
     (tmp_path / "counting.json").write_text(json.dumps({"a": entry(3), "b": entry(1), "c": entry(2, "7.jpg")}))
     assert len(Valse(str(tmp_path), str(pictures)).split("test").negatives) == 2
     split = Valse(str(tmp_path), str(pictures), valid_only=False).split("test")
+    (tmp_path / "counting.json").write_text(json.dumps({"a": entry(1)}))
+    with pytest.raises(ValueError, match="no trial was confirmed by two of three annotators"):
+        Valse(str(tmp_path), str(pictures)).split("test")
+    (tmp_path / "counting.json").write_text(json.dumps({"a": entry(3) | {"mturk": [3]}}))
+    with pytest.raises(ValueError, match="a has no mturk.caption votes"):
+        Valse(str(tmp_path), str(pictures)).split("test")
     assert len(split.negatives) == 3 and split.image_ids[1] == "coco/7.jpg" and split.picture(1).size == (20, 30)
 
 

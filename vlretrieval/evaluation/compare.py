@@ -7,6 +7,7 @@ same for all runs, and the difference has the interval. Runs under unlike protoc
 from __future__ import annotations
 
 import json
+import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,13 +99,16 @@ def load_run(path: str | Path) -> Run:
             raise ValueError(f"{folder / name}: no such file{hint}")
     try:
         figures = json.loads((folder / "metrics.json").read_text())
+        if not isinstance(figures, dict) or not isinstance(_at(figures, ("protocol", "split")), dict):
+            raise ValueError("metrics.json says nothing of its protocol and split")
         with np.load(folder / "queries.npz", allow_pickle=False) as stored:
             queries = dict(stored)
         run = Run(folder, figures, queries)
         for stage in run.stages:
             run.ranks(stage, "t2i"), run.ranks(stage, "i2t")
-    except (ValueError, KeyError, OSError, TypeError) as error:
-        raise ValueError(f"{folder} is not an evaluation that can be compared: {error}") from None
+    except (ValueError, KeyError, OSError, TypeError, EOFError, zipfile.BadZipFile) as error:
+        said = "queries.npz cannot be read" if "pickle" in str(error) else error
+        raise ValueError(f"{folder} is not an evaluation that can be compared: {said}") from None
     return run
 
 

@@ -58,7 +58,9 @@ def load_embeddings(path: str | Path) -> EmbeddingSet:
     owner = np.empty(len(text), dtype=np.int64)
     for row, value in enumerate(arrays["text_image_ids"].tolist()):
         if str(value) not in row_of:
-            raise ValueError(f"{path}: text_image_ids[{row}] is {value!r}, which is not among image_ids")
+            types = [str(arrays[name].dtype) for name in ("image_ids", "text_image_ids")]
+            hint = f" (image_ids are {types[0]}, text_image_ids {types[1]})" if types[0][:2] != types[1][:2] else ""
+            raise ValueError(f"{path}: text_image_ids[{row}] is {value!r}, which is not among image_ids{hint}")
         owner[row] = row_of[str(value)]
     order = None if (np.diff(owner) >= 0).all() else np.argsort(owner, kind="stable")
     positives = arrays.get("positives")

@@ -160,17 +160,19 @@ def _token_bytes(texts: Any) -> int:
 
 
 def plot(results: dict[str, dict[str, Any]], path: str) -> None:
-    """Recall against top_k and against time, both directions, one colour a model; the ceiling is dashed.
+    """Recall against top_k and against time, both directions, one colour a model; the ceiling is dashed, enough is ringed.
 
     Args:
         results: {model's name: what :func:`frontier` gave}.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
-    figure = Figure(figsize=(11, 8), layout="constrained")
+    figure = Figure(figsize=(11, 8.6), layout="constrained")
     FigureCanvasAgg(figure)
     titles = {"t2i": "text to image", "i2t": "image to text"}
+    lines = []
     for row, way in enumerate(WAYS):
         by_k, by_time = figure.add_subplot(2, 2, 2 * row + 1), figure.add_subplot(2, 2, 2 * row + 2)
         marks = {0.5: "0"}  # stage one alone has no place on a logarithmic axis
@@ -178,22 +180,31 @@ def plot(results: dict[str, dict[str, Any]], path: str) -> None:
             points, colour = result[way], f"C{number}"
             places = [max(point["top_k"], 0.5) for point in points]
             marks |= {place: f"{place:g}" for place in places if place >= 1}
-            recalls = [point["recall"] for point in points]
+            recalls, times = ([point[key] for point in points] for key in ("recall", "ms_a_query"))
             kept = result["bytes"]["kept_a_picture"] / 1024
-            by_k.plot(places, recalls, "o-", color=colour, label=f"{name} ({kept:.0f} KiB a picture)")
+            label = f"{name} ({result['heads']}; {kept:.0f} KiB kept a picture)"
+            line = by_k.plot(places, recalls, "o-", color=colour, markersize=4, label=label)[0]
             by_k.plot(places, [point["ceiling"] for point in points], "--", color=colour, linewidth=1)
-            by_k.axvline(max(result["enough"][way], 0.5), color=colour, linewidth=0.6, linestyle=":")
-            by_time.plot([point["ms_a_query"] for point in points], recalls, "o-", color=colour, label=name)
+            by_time.plot(times, recalls, "o-", color=colour, markersize=4)
+            at = next(place for place, point in enumerate(points) if point["top_k"] == result["enough"][way])
+            for axes, across in ((by_k, places), (by_time, times)):
+                axes.plot(across[at], recalls[at], "o", color=colour, markersize=13, fillstyle="none", markeredgewidth=2)
             for point in points:
-                at = (point["ms_a_query"], point["recall"])
-                by_time.annotate(f"{point['top_k']}", at, xytext=(3, 4), textcoords="offset points", fontsize=7)
+                here = (point["ms_a_query"], point["recall"])
+                by_time.annotate(f"{point['top_k']}", here, xytext=(3, 5), textcoords="offset points", fontsize=7)
+            lines += [line] if not row else []
         k = next(iter(results.values()))["k"]
         by_k.set(xscale="log", xlabel="top_k (0: stage one alone)", ylabel=f"{titles[way]} R@{k}, %")
         by_k.set_xticks(list(marks), list(marks.values()))
         by_k.minorticks_off()
         by_time.set(xlabel="ms of processor time a query (at each point its top_k)", ylabel=f"{titles[way]} R@{k}, %")
-        by_k.legend(fontsize=8)
-        by_k.set_title("dashed: stage one's recall@top_k, the ceiling; dotted: enough", fontsize=9)
         for axes in (by_k, by_time):
             axes.grid(alpha=0.3)
+    grey = {"color": "0.3"}
+    lines += [
+        Line2D([], [], linestyle="--", linewidth=1, label="ceiling: stage one's recall@top_k", **grey),
+        Line2D([], [], marker="o", markersize=11, fillstyle="none", linestyle="", markeredgewidth=2,
+               label=f"the smallest top_k within {NEAR_BEST:g} points of the best", **grey),
+    ]  # fmt: skip
+    figure.legend(handles=lines, loc="outside lower center", ncols=2, fontsize=9)
     figure.savefig(path, dpi=110)

@@ -156,6 +156,11 @@ def from_ranking(cfg: DictConfig) -> dict[str, Any]:
         truth = truths[way]
     else:
         raise ValueError("ranking= needs its truth: give qrels=FILE, or data=... with the split")
+    if not any(query in truth for query in run):
+        raise ValueError(
+            f"{cfg.ranking}: no query of it is in the truth; "
+            f"the first are {next(iter(run))!r} and {next(iter(truth))!r}"
+        )
     figures = ranking_figures(run, truth, tuple(cfg.ks), replicates=cfg.bootstrap, seed=cfg.seed)
     figures["protocol"] = {
         "ks": list(cfg.ks),

@@ -38,6 +38,8 @@ class Suite:
         images: folder of the pictures.
     """
 
+    none_left = "the files hold no trial"
+
     def __init__(self, files: str, images: str) -> None:
         self.files, self.images = str(files), str(images)
         if not Path(images).is_dir():
@@ -54,6 +56,8 @@ class Suite:
         pictures: dict[tuple[str, tuple[int, int, int, int] | None], list[Trial]] = {}
         for trial in self.trials():
             pictures.setdefault((trial.image, trial.box), []).append(trial)
+        if not pictures:
+            raise ValueError(f"data.files={self.files}: {self.none_left}")
         keys = list(pictures)
         captions: list[str] = []
         owner: list[int] = []
@@ -70,7 +74,7 @@ class Suite:
         def picture(index: int) -> Image:
             file, box = keys[index]
             opened = open_image(Path(self.images) / file)
-            return opened if box is None else opened.crop(box)
+            return opened if box is None else cut_out(opened, box, file)
 
         return Split(
             "test",
@@ -133,6 +137,8 @@ class Valse(Suite):
     paper.
     """
 
+    none_left = "no trial was confirmed by two of three annotators; data.source.valid_only=false keeps all"
+
     def __init__(self, files: str, images: str, valid_only: bool = True) -> None:
         super().__init__(files, images)
         self.valid_only = valid_only
@@ -141,16 +147,30 @@ class Valse(Suite):
         for file in self.json_files():
             for key, entry in _entries(file):
                 image, true, false = _fields(file, key, entry, "image_file", "caption", "foil")
-                votes = entry.get("mturk") or {}
-                if self.valid_only and not isinstance(votes.get("caption"), int):
+                votes = entry.get("mturk")
+                given = votes.get("caption") if isinstance(votes, dict) else None
+                if self.valid_only and not isinstance(given, int):
                     raise ValueError(f"{file}: {key} has no mturk.caption votes; set data.source.valid_only=false")
-                if not self.valid_only or votes["caption"] >= 2:
+                if not self.valid_only or (given is not None and given >= 2):
                     yield Trial(self._where(image, entry), true, false, file.stem)
 
     def _where(self, image: str, entry: dict[str, Any]) -> str:
         """The picture in ``images`` itself, or in the folder named after its data set."""
         inside = f"{entry.get('dataset')}/{image}"
         return inside if not (Path(self.images) / image).exists() and (Path(self.images) / inside).exists() else image
+
+
+def cut_out(picture: Image, box: tuple[int, int, int, int], name: str) -> Image:
+    """The part of a picture inside the box, whose edges may lie a little beyond the picture's.
+
+    Raises:
+        ValueError: nothing of the picture is inside.
+    """
+    left, top, right, bottom = box
+    inside = max(left, 0), max(top, 0), min(right, picture.width), min(bottom, picture.height)
+    if inside[0] >= inside[2] or inside[1] >= inside[3]:
+        raise ValueError(f"{name}: the box {box} holds nothing of the picture of {picture.width} x {picture.height}")
+    return picture.crop(inside)
 
 
 def _entries(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
