@@ -89,7 +89,7 @@ def check_effects(cfg: DictConfig, given: str) -> None:
 
 def how_made(cfg: DictConfig) -> dict[str, Any]:
     """The keys of the command that the figures hang on, for metrics.json."""
-    keys = [key for key in cfg if key not in ("data", "model", "tokenizer", "output", "output_dir", *SUBJECTS)]
+    keys = [str(key) for key in cfg if key not in ("data", "model", "tokenizer", "output", "output_dir", *SUBJECTS)]
     return OmegaConf.to_container(OmegaConf.masked_copy(cfg, keys), resolve=True)  # type: ignore[return-value]
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from vlretrieval.data.datasets import Batch
+from vlretrieval.training.frozen_features import image_of, text_of
 from vlretrieval.training.objective import Objective
 from vlretrieval.training.task import RetrievalTask
 from vlretrieval.training.watch.sanity import (
@@ -140,7 +141,7 @@ def overfit(task: RetrievalTask, optimizer: Callable[..., Optimizer], batch: Bat
         steps += 1
     with torch.no_grad(), head_outputs(task.model) as heads:
         _, last = measured(task, batch)
-        image, text = task.model.encode_image(batch.pixels), task.model.encode_text(batch.token_ids, batch.token_mask)
+        image, text = image_of(task.model, batch), text_of(task.model, batch)
     return Overfitted(steps, first, last, {"image": image.embedding, "text": text.embedding}, heads)
 
 
