@@ -160,7 +160,7 @@ def _token_bytes(texts: Any) -> int:
 
 
 def plot(results: dict[str, dict[str, Any]], path: str) -> None:
-    """Recall against top_k and against time, both directions, one colour a model; the ceiling is dashed, enough is ringed.
+    """Recall against top_k and against time, both directions, one colour a model; the ceiling dashed, enough ringed.
 
     Args:
         results: {model's name: what :func:`frontier` gave}.
@@ -172,6 +172,7 @@ def plot(results: dict[str, dict[str, Any]], path: str) -> None:
     figure = Figure(figsize=(11, 8.6), layout="constrained")
     FigureCanvasAgg(figure)
     titles = {"t2i": "text to image", "i2t": "image to text"}
+    ring: dict[str, Any] = {"marker": "o", "markersize": 13, "fillstyle": "none", "markeredgewidth": 2}
     lines = []
     for row, way in enumerate(WAYS):
         by_k, by_time = figure.add_subplot(2, 2, 2 * row + 1), figure.add_subplot(2, 2, 2 * row + 2)
@@ -188,7 +189,7 @@ def plot(results: dict[str, dict[str, Any]], path: str) -> None:
             by_time.plot(times, recalls, "o-", color=colour, markersize=4)
             at = next(place for place, point in enumerate(points) if point["top_k"] == result["enough"][way])
             for axes, across in ((by_k, places), (by_time, times)):
-                axes.plot(across[at], recalls[at], "o", color=colour, markersize=13, fillstyle="none", markeredgewidth=2)
+                axes.plot(across[at], recalls[at], color=colour, label=None, **ring)
             for point in points:
                 here = (point["ms_a_query"], point["recall"])
                 by_time.annotate(f"{point['top_k']}", here, xytext=(3, 5), textcoords="offset points", fontsize=7)
@@ -200,11 +201,9 @@ def plot(results: dict[str, dict[str, Any]], path: str) -> None:
         by_time.set(xlabel="ms of processor time a query (at each point its top_k)", ylabel=f"{titles[way]} R@{k}, %")
         for axes in (by_k, by_time):
             axes.grid(alpha=0.3)
-    grey = {"color": "0.3"}
     lines += [
-        Line2D([], [], linestyle="--", linewidth=1, label="ceiling: stage one's recall@top_k", **grey),
-        Line2D([], [], marker="o", markersize=11, fillstyle="none", linestyle="", markeredgewidth=2,
-               label=f"the smallest top_k within {NEAR_BEST:g} points of the best", **grey),
-    ]  # fmt: skip
+        Line2D([], [], color="0.3", linestyle="--", linewidth=1, label="ceiling: stage one's recall@top_k"),
+        Line2D([], [], color="0.3", linestyle="", label=f"the smallest top_k within {NEAR_BEST:g} of the best", **ring),
+    ]
     figure.legend(handles=lines, loc="outside lower center", ncols=2, fontsize=9)
     figure.savefig(path, dpi=110)
