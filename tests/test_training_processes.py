@@ -88,7 +88,8 @@ def step(settings: dict, rank: int = 0, ranks: int = 1, way: str = "alone") -> t
     for batch in batches() if module.momentum is not None else batches()[:1]:
         rows = len(batch) // ranks
         module.zero_grad()
-        loss = called(Batch(**{name: value[rank * rows : (rank + 1) * rows] for name, value in vars(batch).items()}))
+        own = {k: v[rank * rows : (rank + 1) * rows] for k, v in vars(batch).items() if v is not None}
+        loss = called(Batch(**own))
         loss.backward()
         loss = loss.detach()
         if module.momentum is not None:

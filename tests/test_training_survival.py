@@ -51,6 +51,7 @@ def loss_scaler(monkeypatch):
     monkeypatch.setattr(_AcceleratorConnector, "_check_and_init_precision", precision)
 
 
+@pytest.mark.slow  # float16 on a CPU
 def test_scaler_queue_momentum_and_average_survive(tmp_path, loss_scaler):
     run(tmp_path / "whole", *STATEFUL)
     scales = [
@@ -289,7 +290,10 @@ def one_rank(rank: int, function, folder: str) -> None:
 
 def trainer_at(step: int, rank: int) -> SimpleNamespace:
     precision = SimpleNamespace(scaler=None)
-    return SimpleNamespace(global_step=step, current_epoch=0, is_global_zero=rank == 0, precision_plugin=precision)
+    logged = {"log_every_n_steps": 1, "should_stop": False}
+    return SimpleNamespace(
+        global_step=step, current_epoch=0, is_global_zero=rank == 0, precision_plugin=precision, **logged
+    )
 
 
 def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_both(tmp_path):
