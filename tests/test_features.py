@@ -134,7 +134,7 @@ def test_a_run_from_features_ends_where_one_from_the_inputs_does(place, features
     for name, value in inputs.items():
         # AdamW moves a weight by the learning rate however small its gradient: compare what the whole tensor did
         step = float((value - start[name]).norm())
-        assert (cached[name] - value).norm() <= 0.02 * step + 1e-6, name
+        assert (cached[name] - value).norm() <= 0.05 * step + 1e-6, name
         assert not step or not name.startswith(f"model.{FROZEN[part]}."), name
         moved += step
     assert moved > 0.1
