@@ -19,12 +19,12 @@ class NamedModel(FakeModel):
     embed_dim = 12
 
 
-def run_rank(rank, count, folder, results):
+def run_rank(rank, count, folder, results, images):
     """One process of the group; its figures go into the queue."""
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=count, timeout=timedelta(seconds=120)
     )
-    split = tiny_split(images=23, captions=(5, 1, 0, 3))
+    split = tiny_split(images=images, captions=(5, 1, 0, 3))
     tokenizer = tiny_tokenizer(split)
     settings = Settings(top_k=5, bootstrap=50, batch_size=4, further=True)
     processes = Processes.all()
@@ -34,11 +34,11 @@ def run_rank(rank, count, folder, results):
     dist.destroy_process_group()
 
 
-def figures_of(count, folder):
+def figures_of(count, folder, images=23):
     folder.mkdir()
     context = multiprocessing.get_context("fork")  # torch is imported already; one thread, so a fork is safe
     results = context.Queue()
-    ranks = [context.Process(target=run_rank, args=(rank, count, folder, results)) for rank in range(count)]
+    ranks = [context.Process(target=run_rank, args=(rank, count, folder, results, images)) for rank in range(count)]
     for process in ranks:
         process.start()
     found = dict(results.get(timeout=180) for _ in ranks)
@@ -59,6 +59,13 @@ def test_one_two_and_three_processes_give_identical_figures(tmp_path):
         for name in ("image_embeddings", "text_embeddings"):
             stored = [np.load(tmp_path / str(n) / "embeddings" / f"{name}.npy") for n in (1, count)]
             assert np.array_equal(*stored)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_more_processes_than_pictures_give_the_same_figures(tmp_path):
+    one = figures_of(1, tmp_path / "1", images=2)[0]
+    one["protocol"]["world_size"] = 3
+    assert figures_of(3, tmp_path / "3", images=2) == [one] * 3
 
 
 def test_a_validation_on_one_rank_alone_waits_for_nobody(tmp_path):

@@ -15,7 +15,7 @@ def where_few(mask: BoolBlock) -> IntArray:
     flat = mask.reshape(-1)
     if flat.size % 8:
         return np.flatnonzero(flat)
-    words = np.flatnonzero(flat.view(np.uint64))
+    words = np.flatnonzero(flat.view(np.uint64) != 0)  # of bools: several times faster than of integers
     word, byte = np.nonzero(flat.reshape(-1, 8)[words])
     return words[word] * 8 + byte
 
