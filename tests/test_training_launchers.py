@@ -35,7 +35,7 @@ LAUNCHERS = {
     "torchrun": [str(BIN / "torchrun"), "--nproc-per-node", "2", str(ROOT / "scripts/train.py")],
     "lightning": [str(BIN / "vlretrieval-train")],
 }
-PATIENCE_S = 500
+PATIENCE_S = 900
 
 
 def start(folder: Path, launcher: str, *words: str) -> subprocess.Popen[str]:
