@@ -42,7 +42,7 @@ WRONG = [
     ("optimizer.lr=high", "optimizer.lr=high: adamw takes float here"),
     ("checkpoints.keep=two", "checkpoints.keep=two is not a whole number"),
     # choices
-    ("heads=crss", "heads=crss: no such choice; there are cross, dual; did you mean heads=cross?"),
+    ("heads=crss", "heads=crss: no such choice; there are cross, cross_4, dual; did you mean heads=cross?"),
     ("experiment=quickstrat", "did you mean experiment=quickstart?"),
     ("logger=tensorbord", "logger=tensorbord: no such choice; there are csv, tensorboard, wandb; did you mean"),
     ("modl=small", "no key 'modl' in the config; did you mean model?"),
