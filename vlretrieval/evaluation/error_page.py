@@ -43,7 +43,7 @@ figure { margin: 0; width: 136px; font-size: 12px; overflow-wrap: anywhere; }
 figure img { width: 128px; height: 128px; object-fit: contain; border: 4px solid var(--line); }
 figure.right img { border-color: var(--good); }
 figure.wrong img { border-color: var(--bad); border-style: dashed; }
-.text { width: 220px; }
+.text { width: 180px; }
 .text b, li.right { color: var(--good); font-weight: 600; }
 ol { margin: 0; padding-left: 1.8em; max-width: 420px; }
 table { border-collapse: collapse; }
