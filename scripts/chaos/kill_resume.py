@@ -1,7 +1,7 @@
 """Ends real training processes at random moments, resumes them, and holds the end against a run nobody disturbed.
 
     python scripts/chaos/kill_resume.py      # 30 by SIGKILL, then 10 by SIGTERM: about half an hour on two cores
-    python scripts/chaos/kill_resume.py --sigkill 3 --sigterm 1 --seed 7 --folder /tmp/chaos
+    python scripts/chaos/kill_resume.py --sigkill 3 --sigterm 1 --seed 7 --folder runs/chaos
     python scripts/chaos/kill_resume.py --warm       # processes forked after the imports, which are most of their time
 
 A trial is one run of ``vlretrieval-train`` on drawn scenes with everything on that has a state: shuffling, loader
