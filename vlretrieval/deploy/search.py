@@ -161,7 +161,7 @@ def heads(model: LoadedModel, match: Callable[[list[int]], Tensor], weight: floa
     if not model.can_match:
         return None
     weight = model.rerank_weight if weight is None else weight
-    return Heads(match) if weight is None else Heads(match, float(model.model.logit_scale), weight)
+    return Heads(match) if weight is None else Heads(match, model.model.logit_scale.item(), weight)
 
 
 def ranked(items: list[str], cosines: Tensor, second: Heads | None, top: int, top_k: int) -> list[Hit]:
