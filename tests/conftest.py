@@ -73,17 +73,20 @@ def tiny_config(text_to_image: int = 2, image_to_text: int = 2) -> dict[str, Any
     }
 
 
-def save_tiny_checkpoint(path: Path, **heads: int) -> Path:
-    """A checkpoint in training's format, with random weights."""
+def save_tiny_checkpoint(path: Path, change: Callable[[dict[str, Any]], None] | None = None, **heads: int) -> Path:
+    """A checkpoint in training's format, with random weights; ``change`` may edit its config."""
     import torch
 
     from vlretrieval.data.tokenizers import BpeTokenizer
     from vlretrieval.deploy.build import build_model
 
     config = tiny_config(**heads)
+    if change is not None:
+        change(config)
     torch.manual_seed(0)
     model = build_model(config["model"])
-    tokenizer = BpeTokenizer(vocab_size=300, context_length=24).fit(CAPTIONS)
+    context_length = config["model"]["text_encoder"]["context_length"]
+    tokenizer = BpeTokenizer(vocab_size=300, context_length=context_length).fit(CAPTIONS)
     content = {
         "state_dict": {f"model.{name}": value for name, value in model.state_dict().items()},
         "global_step": 7,

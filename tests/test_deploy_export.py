@@ -68,7 +68,8 @@ def test_loading_an_export_meets_neither_lightning_nor_hydra(tiny_export: Path) 
 
 def test_the_folder_holds_what_it_promises(tiny_export: Path) -> None:
     names = {path.name for path in tiny_export.iterdir()}
-    assert names == {"model.safetensors", "config.json", "tokenizer.json", "README.md", "manifest.json"}
+    model = {"model.safetensors", "config.json", "tokenizer.json"}
+    assert names == model | {"README.md", "certificate.json", "manifest.json"}
     config = json.loads((tiny_export / "config.json").read_text())
     assert config["vlretrieval"] == vlretrieval.__version__
     assert config["preprocess"] == {"image_size": 32, "resize": "squash"}

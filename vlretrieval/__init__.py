@@ -15,12 +15,15 @@ __version__ = "0.1.0"
 __all__ = ["__version__", "load_model"]
 
 
-def load_model(folder: str | PathLike[str]) -> LoadedModel:
+def load_model(folder: str | PathLike[str], trust: bool = False) -> LoadedModel:
     """Open an exported folder (``vlretrieval-export``); all that is needed lies in it.
+
+    Args:
+        trust: also open torch programs (format=torch), reading which can run code that lies in them.
 
     Raises:
         ValueError: the folder is not an export, or a file in it is missing or damaged.
     """
     from vlretrieval.deploy.loaded import load_folder
 
-    return load_folder(folder)
+    return load_folder(folder, trust)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from omegaconf import DictConfig
 
 from vlretrieval.commands.launch import command
@@ -10,12 +12,32 @@ from vlretrieval.commands.launch import command
 @command("export", literal=("checkpoint", "output"))
 def main(cfg: DictConfig) -> None:
     """``vlretrieval-export checkpoint=runs/NAME/checkpoints/best.ckpt``"""
-    from vlretrieval.deploy.export import export
+    from vlretrieval.deploy.card import Licences
+    from vlretrieval.deploy.export import check_formats, export
+    from vlretrieval.deploy.loaded import CERTIFICATE, read_json
+    from vlretrieval.evaluation.run import export_pairs
 
-    folder = export(cfg.checkpoint, cfg.output, cfg.overwrite)
-    print(f"exported to {folder}:")
-    for path in sorted(folder.iterdir()):
-        print(f"  {path.name:<18} {path.stat().st_size:>12,} bytes")
+    formats = [cfg.format] if isinstance(cfg.format, str) else list(cfg.format)
+    check_formats(formats, cfg.precision)
+    pairs, measure = export_pairs(cfg) if cfg.pairs else (None, None)
+    for format in formats:
+        output = cfg.output if cfg.output is None or len(formats) == 1 else Path(cfg.output) / format
+        folder = export(
+            cfg.checkpoint,
+            output,
+            cfg.overwrite,
+            format=format,
+            precision=cfg.precision,
+            towers_only=cfg.towers_only,
+            pairs=pairs,
+            measure=measure,
+            tolerance=cfg.tolerance,
+            licences=Licences(cfg.license, cfg.data_license),
+        )
+        print(f"exported to {folder}:")
+        for path in sorted(folder.iterdir()):
+            print(f"  {path.name:<18} {path.stat().st_size:>12,} bytes")
+        print(read_json(folder / CERTIFICATE)["line"])
 
 
 if __name__ == "__main__":

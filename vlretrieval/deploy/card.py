@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,36 +11,80 @@ from torch import Tensor
 
 from vlretrieval.deploy.checkpoint import Checkpoint
 
-USE = """\
-```python
+LOAD = """\
 import vlretrieval
 
-model = vlretrieval.load_model("PATH OF THIS FOLDER")
+model = vlretrieval.load_model("PATH OF THIS FOLDER"{trust})
 images = model.encode_images(["a.jpg", "b.jpg"])        # (2, E) unit vectors
 texts = model.encode_texts(["a red circle"])            # (1, E)
-cosines = images @ texts.T
-"""
+cosines = images @ texts.T"""
 
+OPEN_CLIP = """\
+import open_clip
+
+model, preprocess = open_clip.create_model_from_pretrained("local-dir:PATH OF THIS FOLDER")
+tokenizer = open_clip.get_tokenizer("local-dir:PATH OF THIS FOLDER")
+texts = model.encode_text(tokenizer(["a red circle"]), normalize=True)"""
+
+CLIP = """\
+from transformers import CLIPModel, CLIPProcessor
+
+model = CLIPModel.from_pretrained("PATH OF THIS FOLDER")
+processor = CLIPProcessor.from_pretrained("PATH OF THIS FOLDER")
+outputs = model(**processor(text=["a red circle"], images=[picture], return_tensors="pt", padding=True))"""
+
+USE = {
+    "folder": LOAD.format(trust=""),
+    "onnx": LOAD.format(trust=""),
+    "torch": LOAD.format(trust=", trust=True"),
+    "open_clip": OPEN_CLIP,
+    "clip": CLIP,
+}
+BESIDE = {
+    "onnx": "Without this project: each `.onnx` names its inputs and outputs; batch, length and shortlist are free.",
+    "torch": 'Without this project: `torch.export.load("image.pt2").module()(pixels)`. Reading a `.pt2` can run code '
+    "that lies in it; take it from no one you do not trust.",
+}
+MATCH = 'logits = model.match(["a.jpg"], ["a red circle"])       # cross-modal heads'
 
 NOT_MEASURED = "Not evaluated: the run folder held no figures of these weights at the time of export."
+NOT_STATED = "not stated"
 
 
-def model_card(checkpoint: Checkpoint, weights: dict[str, Tensor], figures: list[dict[str, Any]]) -> str:
+@dataclass(frozen=True)
+class Licences:
+    """Under what the weights and the data they were trained on may be used: an SPDX name or any text; None: unknown."""
+
+    weights: str | None = None
+    data: str | None = None
+
+
+def model_card(
+    checkpoint: Checkpoint,
+    weights: dict[str, Tensor],
+    figures: list[dict[str, Any]],
+    certificate: dict[str, Any],
+    kind: str = "folder",
+    licences: Licences = Licences(),  # noqa: B008  (frozen)
+) -> str:
     """README.md of the exported folder, in Markdown; ``figures`` as of :func:`evaluations`."""
     config = checkpoint.config
     heads = config.get("heads", {})
-    crossed = bool(heads.get("text_to_image") or heads.get("image_to_text"))
-    use = USE + ('logits = model.match(["a.jpg"], ["a red circle"])  # cross-modal heads\n' if crossed else "") + "```"
+    crossed = any(name.startswith("crossmodal.") for name in weights)
+    left_out = bool(heads.get("text_to_image") or heads.get("image_to_text")) and not crossed
+    use = USE[kind] + (f"\n{MATCH}" if crossed and kind in ("folder", "onnx", "torch") else "")
     return "\n".join(
         [
             "---",
-            "library_name: vlretrieval",
+            f"library_name: {({'open_clip': 'open_clip', 'clip': 'transformers'}).get(kind, 'vlretrieval')}",
             "pipeline_tag: image-text-retrieval",
+            *([f"license: {licences.weights}"] if licences.weights else []),
             "---",
             f"# {config.get('name', 'vlretrieval model')}",
             "",
             f"An image-text retrieval model, trained for {checkpoint.step} steps by vlretrieval {checkpoint.version}.",
             "Two encoders and cross-modal heads." if crossed else "A plain dual encoder: no cross-modal heads.",
+            *(["Its cross-modal heads were left out of this export."] if left_out else []),
             "",
             "| | |",
             "|---|---|",
@@ -49,17 +94,43 @@ def model_card(checkpoint: Checkpoint, weights: dict[str, Tensor], figures: list
             f"| longest text, tokens | {checkpoint.tokenizer.context_length} |",
             f"| picture side, pixels | {config['model']['image_encoder']['image_size']} |",
             f"| trained on | {trained_on(config)} |",
+            f"| licence of the weights | {licences.weights or NOT_STATED} |",
+            f"| licence of the training data | {licences.data or NOT_STATED} |",
             "",
             "## Use",
             "",
-            use,
+            f"```python\n{use}\n```",
+            *(["", BESIDE[kind]] if kind in BESIDE else []),
             "",
             "## Measured",
             "",
             "\n\n".join(map(tables, figures)) or NOT_MEASURED,
+            *(["", "These are figures of the checkpoint, with its cross-modal heads."] if left_out and figures else []),
+            "",
+            "## Held against its source",
+            "",
+            f"{certificate['line']}.",
+            "",
+            "All figures are in certificate.json.",
+            "",
+            "## Limits",
+            "",
+            *limits(checkpoint),
             "",
         ]
     )
+
+
+def limits(checkpoint: Checkpoint) -> list[str]:
+    """What follows from how it was made, a line each."""
+    data = trained_on(checkpoint.config)
+    return [
+        f"- A text beyond {checkpoint.tokenizer.context_length} tokens is cut, its end token kept.",
+        f"- It knows what {data} shows and says, and was measured on nothing else than what stands above; other "
+        "pictures, wordings and languages have to be tried.",
+        "- Scores order candidates; they are no probabilities, and a best answer is found where no right one exists.",
+        "- Whatever bias the data have, it has learnt.",
+    ]
 
 
 def trained_on(config: dict[str, Any]) -> str:
@@ -99,7 +170,7 @@ def tables(figures: dict[str, Any]) -> str:
     """One evaluation: recalls, hard negatives, and under which protocol they were measured."""
     protocol, split = figures["protocol"], figures["protocol"]["split"]
     recalls = [
-        row([stage.replace("_", " "), way, *(f"{figures[stage][way][f'R@{k}']:.1f}" for k in protocol["ks"])])
+        row([stage.replace("_", " "), way, *(recall(figures[stage][way], k) for k in protocol["ks"])])
         for stage in ("first_stage", "reranked")
         if stage in figures
         for way in ("t2i", "i2t")
@@ -118,6 +189,13 @@ def tables(figures: dict[str, Any]) -> str:
         lines += ["", "Hard negatives: true caption above the false one.", ""]
         lines += table(["kind", "pairs", "cosine, %", "cross-modal heads, %"], negatives)
     return "\n".join(lines)
+
+
+def recall(found: dict[str, Any], k: int) -> str:
+    """R@k in percent, with its 95 % interval where one was drawn."""
+    said = f"{found[f'R@{k}']:.1f}"
+    bounds = found.get("interval", {}).get(f"R@{k}")
+    return said if bounds is None else f"{said} ({bounds[0]:.1f} to {bounds[1]:.1f})"
 
 
 def accuracy(found: dict[str, Any], score: str) -> str:

@@ -1,50 +1,96 @@
-"""A checkpoint as a folder that opens by itself. All or nothing: a folder under its final name is a whole one."""
+"""A checkpoint as a folder that opens by itself. All or nothing: a folder under its final name is a whole one, and its
+certificate says how near it is to the model it came from."""
 
 from __future__ import annotations
 
-import json
+import copy
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from vlretrieval import __version__
-from vlretrieval.deploy.card import evaluations, model_card
+from vlretrieval.deploy.card import Licences, evaluations, model_card
+from vlretrieval.deploy.certificate import Measure, Pairs, certify, inputs_hash, line, random_pairs
 from vlretrieval.deploy.checkpoint import Checkpoint, load_checkpoint, weights_hash
-from vlretrieval.deploy.loaded import CARD, CONFIG, FORMAT, MANIFEST, TOKENIZER, WEIGHTS, load_folder, sha256
+from vlretrieval.deploy.export_formats import Format, Ready, check_precision, opened
+from vlretrieval.deploy.export_precision import stored
+from vlretrieval.deploy.loaded import CARD, CERTIFICATE, FORMAT, MANIFEST, sha256, write_json
+from vlretrieval.model.retrieval_model import RetrievalModel
 
 
-def export(checkpoint: str | Path, output: str | Path | None = None, overwrite: bool = False) -> Path:
-    """Write a checkpoint's model as an exported folder, opened once to see that it holds the same weights.
+def export(
+    checkpoint: str | Path,
+    output: str | Path | None = None,
+    overwrite: bool = False,
+    *,
+    format: str = "folder",
+    precision: str = "fp32",
+    towers_only: bool = False,
+    pairs: Pairs | None = None,
+    measure: Measure | None = None,
+    tolerance: float | None = None,
+    licences: Licences = Licences(),  # noqa: B008  (frozen)
+) -> Path:
+    """Write a checkpoint's model as an exported folder, opened once and held against the model that was meant.
 
     Args:
         checkpoint: a ``.ckpt`` of vlretrieval-train.
-        output: the folder to make; None: ``export/`` in the run folder that the checkpoint lies in.
+        output: the folder to make; None: ``export/`` in the run folder that the checkpoint lies in (``export_FORMAT/``
+            for other formats than "folder").
         overwrite: put the new folder in the place of one that is there.
+        format: "folder", "onnx", "torch", "open_clip" or "huggingface".
+        precision: "fp32", "fp16", "bf16" or "int8", of the stored weights.
+        towers_only: leave out the cross-modal heads.
+        pairs: what the export is tried on; None: noise.
+        measure: evaluates a model, for the recall before and after; None leaves it out.
+        tolerance: see :func:`vlretrieval.deploy.certificate.certify`.
 
     Returns:
         The folder.
 
     Raises:
-        ValueError: a bad checkpoint, or a folder that is already there. Nothing is left half-written.
+        ValueError: a bad checkpoint, a format that cannot hold it, a folder that is already there, an export that is
+            further from its source than the tolerance. Nothing is left half-written.
     """
     run = run_folder_of(Path(checkpoint))
-    target = Path(output) if output is not None else run / "export"
+    chosen = check_precision(format, precision)
+    target = Path(output) if output is not None else run / ("export" if format == "folder" else f"export_{format}")
     check_target(target, overwrite)
     loaded = load_checkpoint(checkpoint)
-    model = loaded.build()
+    source = loaded.build()
+    assert isinstance(source, RetrievalModel)
+    figures = evaluations(run, weights_hash(source.state_dict()))
+    ready = made_ready(loaded, source, precision, towers_only, figures)
+    chosen.check(ready)
+    pairs = random_pairs(loaded.tokenizer, ready.image_size) if pairs is None else pairs
     partial = target.parent / f".{target.name}.partial-{os.getpid()}"
     partial.mkdir(parents=True)
     try:
-        write(partial, loaded, model.state_dict(), run)
-        check_same(partial, model)
+        kind = chosen.write(partial, ready)
+        certificate = certified(partial, kind, chosen, ready, pairs, measure, tolerance)
+        certificate["source"] = {"weights": weights_hash(source.state_dict()), "step": loaded.step}
+        write_json(partial / CERTIFICATE, certificate)
+        card = model_card(loaded, ready.model.state_dict(), figures, certificate, kind, licences)
+        (partial / CARD).write_text(card, encoding="utf-8")
+        seal(partial, kind)
         put_in_place(partial, target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return target
+
+
+def check_formats(formats: Sequence[str], precision: str) -> None:
+    """Refuse a list of formats before the first is written.
+
+    Raises:
+        ValueError: one that is unknown, or does not hold the precision.
+    """
+    for format in formats:
+        check_precision(format, precision)
 
 
 def run_folder_of(checkpoint: Path) -> Path:
@@ -62,26 +108,80 @@ def check_target(target: Path, overwrite: bool) -> None:
             raise ValueError(f"{target} is no export, and overwrite=true replaces nothing else; give another output=")
 
 
-def write(folder: Path, checkpoint: Checkpoint, weights: dict[str, torch.Tensor], run: Path) -> None:
-    """Every file of the export, the manifest last."""
-    figures = evaluations(run, weights_hash(weights))
-    # Contiguous and apart: safetensors refuses tensors that share memory.
-    save_file({name: value.detach().clone().contiguous() for name, value in weights.items()}, folder / WEIGHTS)
-    config = {
-        "format": FORMAT,
-        "vlretrieval": __version__,
-        "step": checkpoint.step,
-        "model": checkpoint.config["model"],
-        "preprocess": preprocess_of(checkpoint.config),
-        "rerank": {"weight": rerank_weight(figures)},
-    }
-    write_json(folder / CONFIG, config)
-    write_json(folder / TOKENIZER, checkpoint.tokenizer.to_dict())
-    (folder / CARD).write_text(model_card(checkpoint, weights, figures), encoding="utf-8")
-    names = sorted(path.name for path in folder.iterdir())
-    write_json(folder / MANIFEST, {"files": {name: sha256(folder / name) for name in names}})
-    for name in (*names, MANIFEST):
-        sync(folder / name)
+def made_ready(
+    checkpoint: Checkpoint,
+    model: RetrievalModel,
+    precision: str,
+    towers_only: bool,
+    figures: list[dict[str, Any]],
+) -> Ready:
+    """The model and the config that the exported folder carries."""
+    config = dict(checkpoint.config["model"])
+    if towers_only:
+        config["crossmodal"] = None
+        model = copy.copy(model)  # shares the towers; the caller's keeps its heads
+        model._modules = dict(model._modules) | {"crossmodal": None}
+    return Ready(
+        model,
+        checkpoint.tokenizer,
+        {
+            "format": FORMAT,
+            "vlretrieval": __version__,
+            "step": checkpoint.step,
+            "precision": precision,
+            "model": config,
+            "preprocess": preprocess_of(checkpoint.config),
+            "rerank": {"weight": None if towers_only else rerank_weight(figures)},
+        },
+        precision,
+    )
+
+
+def certified(
+    folder: Path,
+    kind: str,
+    format: Format,
+    ready: Ready,
+    pairs: Pairs,
+    measure: Measure | None,
+    tolerance: float | None,
+) -> dict[str, Any]:
+    """The certificate of a folder just written.
+
+    Raises:
+        ValueError: it is further from its source than the tolerance.
+    """
+    model = opened(folder, kind)
+    if kind == "folder":
+        check_same(folder, model, ready)
+    certificate = certify(
+        ready.model,
+        model,
+        pairs,
+        format=format.name,
+        precision=ready.precision,
+        tolerance=tolerance,
+        measure=measure,
+    )
+    if certificate["faults"]:
+        raise ValueError(
+            f"format={format.name} precision={ready.precision}: {certificate['faults'][0]}; nothing is exported. "
+            "Take another precision, or allow more with tolerance="
+        )
+    certificate |= inputs_hash(ready.config["preprocess"], ready.tokenizer)
+    files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
+    heavy = sum(size for name, size in files.items() if name.split(".")[-1] in ("safetensors", "onnx", "data", "pt2"))
+    whole = 4 * sum(value.numel() for value in ready.model.state_dict().values())
+    certificate["size"] = {"bytes": heavy, "ratio": heavy / whole, "files": files}
+    return {"line": line(certificate)} | certificate
+
+
+def check_same(folder: Path, model: torch.nn.Module, ready: Ready) -> None:
+    """The folder, opened as its users will, holds bit by bit the weights that were meant."""
+    again = model.state_dict()
+    for name, value in stored(ready.model.state_dict(), ready.precision).items():
+        if not torch.equal(again[name], value.to(again[name].dtype)):
+            raise RuntimeError(f"{folder}: {name} came back changed")
 
 
 def preprocess_of(config: dict[str, Any]) -> dict[str, Any]:
@@ -98,21 +198,17 @@ def rerank_weight(figures: list[dict[str, Any]]) -> float | None:
     return done[0]["weight"] if done else None
 
 
-def write_json(path: Path, data: dict[str, Any]) -> None:
-    path.write_text(json.dumps(data, indent=1, ensure_ascii=False, sort_keys=False) + "\n", encoding="utf-8")
+def seal(folder: Path, kind: str) -> None:
+    """The manifest, last of all, and everything on the disk."""
+    names = sorted(path.name for path in folder.iterdir())
+    write_json(folder / MANIFEST, {"kind": kind, "files": {name: sha256(folder / name) for name in names}})
+    for name in (*names, MANIFEST):
+        sync(folder / name)
 
 
 def sync(path: Path) -> None:
     with path.open("rb") as file:
         os.fsync(file.fileno())
-
-
-def check_same(folder: Path, model: torch.nn.Module) -> None:
-    """The folder, opened as its users will, holds bit by bit the weights that were meant."""
-    again = load_folder(folder).model.state_dict()
-    for name, value in model.state_dict().items():
-        if not torch.equal(again[name], value):
-            raise RuntimeError(f"{folder}: {name} came back changed")
 
 
 def put_in_place(partial: Path, target: Path) -> None:

@@ -31,7 +31,14 @@ WEIGHTS, CONFIG, TOKENIZER, MANIFEST, CARD = (
     "manifest.json",
     "README.md",
 )
+CERTIFICATE = "certificate.json"
 FORMAT = 1  # of the exported folder
+# What an export may be, and who opens it where that is not us.
+OURS = {"folder": WEIGHTS, "onnx": "image.onnx", "torch": "image.pt2"}
+THEIRS = {
+    "open_clip": 'open_clip.create_model_from_pretrained("local-dir:{}")',
+    "clip": 'transformers.CLIPModel.from_pretrained("{}")',
+}
 
 Picture = str | PathLike[str] | Image
 
@@ -142,8 +149,11 @@ def _batches(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
         yield items[start : start + size]
 
 
-def load_folder(folder: str | PathLike[str]) -> LoadedModel:
+def load_folder(folder: str | PathLike[str], trust: bool = False) -> LoadedModel:
     """Open what ``vlretrieval-export`` wrote. Every file is held against its checksum first.
+
+    Args:
+        trust: also open torch programs (format=torch), reading which can run code that lies in them.
 
     Raises:
         ValueError: one line naming the folder or file: not an export, a file missing or damaged, another format.
@@ -151,28 +161,48 @@ def load_folder(folder: str | PathLike[str]) -> LoadedModel:
     folder = Path(folder)
     if not folder.is_dir():
         raise ValueError(f"model={folder}: no such folder; give one that vlretrieval-export made")
-    check_manifest(folder)
+    kind = check_manifest(folder)
+    if kind == "torch" and not trust:
+        raise ValueError(
+            f"{folder} holds torch programs, and torch runs code that lies in them as it reads them; if you trust "
+            "their maker: load_model(folder, trust=True)"
+        )
+    return open_folder(folder, kind)
+
+
+def open_folder(folder: Path, kind: str) -> LoadedModel:
+    """As :func:`load_folder`, of a folder whose files have been checked."""
     config = read_json(folder / CONFIG)
     if config.get("format") != FORMAT:
         raise ValueError(f"{folder / CONFIG}: format={config.get('format')}, but this version reads format {FORMAT}")
     for block in ("model", "preprocess"):
         if not isinstance(config.get(block), dict):
             raise ValueError(f"{folder / CONFIG} has no block {block!r}")
-    model = build_model(config["model"], str(folder / CONFIG))
-    if not isinstance(model, RetrievalModel):
-        raise ValueError(f"{folder / CONFIG}: model._target_ is a {type(model).__name__}, not a RetrievalModel")
-    load_weights(model, read_weights(folder / WEIGHTS), str(folder / WEIGHTS))
+    if kind == "folder":
+        model: Any = build_model(config["model"], str(folder / CONFIG))
+        if not isinstance(model, RetrievalModel):
+            raise ValueError(f"{folder / CONFIG}: model._target_ is a {type(model).__name__}, not a RetrievalModel")
+        load_weights(model, read_weights(folder / WEIGHTS), str(folder / WEIGHTS))
+    else:
+        from vlretrieval.deploy.graph_model import GraphModel, onnx_graphs, torch_graphs
+
+        model = GraphModel({"onnx": onnx_graphs, "torch": torch_graphs}[kind](folder), config["interface"])
     tokenizer = tokenizer_from_dict(read_json(folder / TOKENIZER))
     return LoadedModel(model, tokenizer, config["preprocess"], config.get("rerank", {}).get("weight"))
 
 
-def check_manifest(folder: Path) -> None:
-    """Hold each file against the size and sha256 that the export wrote down."""
+def check_manifest(folder: Path) -> str:
+    """Hold each file against the sha256 that the export wrote down. Returns what kind of export it is."""
     if not (folder / MANIFEST).is_file():
         raise ValueError(f"{folder} is not an exported model: it has no {MANIFEST}; make one with vlretrieval-export")
-    files = read_json(folder / MANIFEST).get("files")
-    if not isinstance(files, dict) or not {WEIGHTS, CONFIG, TOKENIZER} <= files.keys():
-        raise ValueError(f"{folder / MANIFEST} does not list {WEIGHTS}, {CONFIG} and {TOKENIZER}")
+    manifest = read_json(folder / MANIFEST)
+    files, kind = manifest.get("files"), manifest.get("kind", "folder")
+    if kind in THEIRS:
+        raise ValueError(f"{folder} is for another library; open it with {THEIRS[kind].format(folder)}")
+    if kind not in OURS:
+        raise ValueError(f"{folder / MANIFEST}: kind={kind!r} is not known to this version")
+    if not isinstance(files, dict) or not {OURS[kind], CONFIG, TOKENIZER} <= files.keys():
+        raise ValueError(f"{folder / MANIFEST} does not list {OURS[kind]}, {CONFIG} and {TOKENIZER}")
     for name, expected in files.items():
         path = folder / name
         if path.parent != folder:
@@ -182,6 +212,7 @@ def check_manifest(folder: Path) -> None:
         # The card is for people, who may well edit it.
         if name != CARD and sha256(path) != expected:
             raise ValueError(f"{path} is damaged or was changed: its sha256 is not the one in {MANIFEST}; export again")
+    return str(kind)
 
 
 def sha256(path: Path) -> str:
@@ -199,6 +230,10 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ValueError(f"{path} holds a {type(data).__name__}, not an object")
     return data
+
+
+def write_json(path: Path, data: dict[str, Any]) -> None:
+    path.write_text(json.dumps(data, indent=1, ensure_ascii=False, sort_keys=False) + "\n", encoding="utf-8")
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,14 @@ import numpy as np
 from omegaconf import DictConfig, OmegaConf
 
 from vlretrieval.data.splits import Source
+from vlretrieval.deploy.certificate import Pairs
 from vlretrieval.deploy.checkpoint import weights_hash
 from vlretrieval.evaluation.describe import versions
 from vlretrieval.evaluation.embed import embed
 from vlretrieval.evaluation.embedding_files import files_hash, load_embeddings
 from vlretrieval.evaluation.error_page import error_page
 from vlretrieval.evaluation.evaluate import Settings, choose_weight, evaluate, evaluate_embeddings
+from vlretrieval.evaluation.export_pairs import pairs_of
 from vlretrieval.evaluation.inputs import Inputs
 from vlretrieval.evaluation.outcome import Evaluation
 from vlretrieval.evaluation.protocols import protocol_named
@@ -184,6 +187,17 @@ def embed_from(cfg: DictConfig, processes: Processes) -> Path:
     return embed(
         subject.model, inputs, cfg.output, batch_size=cfg.batch_size, precision=cfg.precision, processes=processes
     )
+
+
+def export_pairs(cfg: DictConfig) -> tuple[Pairs, Callable[[Any], Any]]:
+    """What an export is held against, of the data set that ``cfg`` names or the checkpoint knows."""
+    subject = open_subject(cfg.checkpoint)
+    try:
+        split = chosen_source(cfg, subject).split(cfg.split)
+    except ValueError as error:
+        raise ValueError(f"{error}; or set pairs=0, which tries the export on noise") from None
+    settings = Settings(top_k=cfg.rerank.top_k, bootstrap=0)
+    return pairs_of(split, subject, cfg.pairs, settings)
 
 
 def settings_of(cfg: DictConfig, **given: Any) -> Settings:

@@ -61,7 +61,7 @@ def open_subject(path: str | Path) -> Subject:
     Raises:
         ValueError: it is neither, or is damaged.
     """
-    if Path(path).is_dir() and (Path(path) / "model.safetensors").exists():
+    if Path(path).is_dir() and any((Path(path) / name).exists() for name in ("model.safetensors", "manifest.json")):
         from vlretrieval.deploy.loaded import load_folder
 
         loaded = load_folder(path)

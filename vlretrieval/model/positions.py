@@ -97,12 +97,12 @@ class Positions(nn.Module):
         return rows * (self.shape[0] / shape[0]), columns * (self.shape[1] / shape[1])
 
     def _learned(self, shape: tuple[int, ...]) -> Tensor:
-        if tuple(shape) == self.shape:
-            return self.weight
-        if len(shape) == 1:
+        if len(shape) == 1:  # the full length is no case of its own: an exported graph has a length that varies
             if shape[0] > self.shape[0]:
                 raise ValueError(f"a text of {shape[0]} tokens is longer than the context of {self.shape[0]}")
             return self.weight[: self.prefix + shape[0]]
+        if tuple(shape) == self.shape:
+            return self.weight
         return self._interpolated(self.weight, self.shape, shape)
 
     def _interpolated(self, weight: Tensor, before: tuple[int, ...], after: tuple[int, ...]) -> Tensor:
