@@ -15,6 +15,7 @@ import vlretrieval
 from vlretrieval.deploy.checkpoint import load_checkpoint
 from vlretrieval.deploy.export import export
 from vlretrieval.deploy.export_graphs import graphs_of, text_to_image
+from vlretrieval.deploy.loaded import read_json
 from vlretrieval.deploy.search import find_images, read_gallery, search_images
 
 pytest.importorskip("onnx")
@@ -46,17 +47,23 @@ def causal(config: dict[str, Any]) -> None:
 KINDS: dict[str, Callable[[dict[str, Any]], None]] = {"plain": plain, "rotary": rotary, "causal": causal}
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("runs") / request.param / "checkpoints" / "best.ckpt"
-    return save_tiny_checkpoint(path, KINDS[request.param])
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("runs")
+    return {kind: save_tiny_checkpoint(folder / kind / "best.ckpt", change) for kind, change in KINDS.items()}
 
 
-@pytest.fixture(scope="module", params=["onnx", "torch"])
-def both(request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+SLOW = [pytest.param(("torch", kind), marks=pytest.mark.slow, id=f"torch-{kind}") for kind in ("plain", "causal")]
+
+
+@pytest.fixture(scope="module", params=[*(("onnx", kind) for kind in KINDS), ("torch", "rotary"), *SLOW], ids="-".join)
+def both(
+    request: pytest.FixtureRequest, checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Any, Any]:
     """The trained model, and what an export of it opens as."""
-    folder = export(checkpoint, tmp_path_factory.mktemp("exports") / "made", format=request.param)
-    return load_checkpoint(checkpoint).build(), vlretrieval.load_model(folder, trust=True).model
+    format, kind = request.param
+    folder = export(checkpoints[kind], tmp_path_factory.mktemp("exports") / "made", format=format)
+    return load_checkpoint(checkpoints[kind]).build(), vlretrieval.load_model(folder, trust=True).model
 
 
 def close(exported: Tensor, source: Tensor) -> None:
@@ -122,9 +129,10 @@ def test_padding_and_a_text_without_any_token_change_nothing_and_are_no_nan(both
     assert torch.isfinite(exported.encode_text(ids, mask).embedding).all()
 
 
-def test_the_cut_of_the_first_layer_equals_the_head_as_a_whole(checkpoint: Path) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_cut_of_the_first_layer_equals_the_head_as_a_whole(checkpoints: dict[str, Path], kind: str) -> None:
     """What the graph of the scorer computes once a text, against the model's own forward."""
-    model = load_checkpoint(checkpoint).build()
+    model = load_checkpoint(checkpoints[kind]).build()
     with torch.no_grad():
         kept = model.keep_image(model.encode_image(some_pictures(6)))
         text = model.encode_text(*some_texts(3, 7))
@@ -166,18 +174,42 @@ def test_a_dual_encoder_has_no_scorer_and_says_so(dual_checkpoint: Path, tmp_pat
         model.match(sorted(photos.iterdir()), CAPTIONS)
 
 
-@pytest.mark.parametrize("format", ["folder", "onnx", "torch"])
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_half_the_bits_are_half_the_bytes_and_the_certificate_tells_the_cost(
-    checkpoint: Path, tmp_path: Path, format: str, precision: str
+@pytest.mark.parametrize(
+    ("format", "precision"),
+    [("folder", "fp16"), ("folder", "bf16"), ("onnx", "bf16"), ("onnx", "fp16"), ("torch", "bf16")],
+)
+def test_16_bits_are_half_the_bytes_and_the_certificate_tells_what_they_cost(
+    dual_checkpoint: Path, tmp_path: Path, format: str, precision: str
 ) -> None:
-    from vlretrieval.deploy.loaded import read_json
-
-    folder = export(checkpoint, tmp_path / "half", format=format, precision=precision)
-    certificate = read_json(folder / "certificate.json")
+    whole, half = (
+        export(dual_checkpoint, tmp_path / name, format=format, precision=name) for name in ("fp32", precision)
+    )
+    certificate = read_json(half / "certificate.json")
     worst = max(row["max_rel"] for row in certificate["parity"])
-    assert 1e-5 < worst <= certificate["tolerance"]["most"]
-    assert certificate["precision"] == precision
+    assert 1e-5 < worst <= certificate["tolerance"]["most"] and certificate["precision"] == precision
+    saved = read_json(whole / "certificate.json")["size"]["bytes"] - certificate["size"]["bytes"]
+    parameters = sum(value.numel() for value in load_checkpoint(dual_checkpoint).weights.values())
+    assert saved > 0.7 * 2 * parameters, "2 bytes a parameter, less what casts and small vectors take"
+    assert vlretrieval.load_model(half, trust=True).encode_texts(CAPTIONS).dtype == torch.float32
+
+
+def test_8_bits_are_a_third_of_the_bytes_and_keep_the_direction(tmp_path: Path) -> None:
+    def wider(config: dict[str, Any]) -> None:
+        for tower in ("image_encoder", "text_encoder"):
+            config["model"][tower] |= {"dim": 128, "depth": 2}
+
+    path = tmp_path / "run" / "best.ckpt"
+    folder = export(
+        save_tiny_checkpoint(path, wider, text_to_image=0, image_to_text=0),
+        tmp_path / "made",
+        format="onnx",
+        precision="int8",
+    )
+    certificate = read_json(folder / "certificate.json")
+    assert min(row["mean_cosine"] for row in certificate["parity"]) >= 0.999
+    assert certificate["size"]["ratio"] <= 0.3
+    assert "keep a mean cosine of 0.999" in certificate["line"] or "cosine of 1.0" in certificate["line"]
+    assert {path.suffix for path in folder.iterdir()} == {".onnx", ".json", ".md"}, "no file of a step between is left"
 
 
 def test_graphs_carry_no_path_of_the_machine_that_made_them(tiny_checkpoint: Path, tmp_path: Path) -> None:

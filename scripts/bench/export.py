@@ -30,9 +30,7 @@ from vlretrieval.deploy.loaded import read_json
 GOAL, SMALL = 1.5, 0.3  # times torch eager at batch 1 in onnxruntime; size of int8
 
 
-def works(
-    model: Any, pixels: torch.Tensor, texts: tuple[torch.Tensor, torch.Tensor], size: int
-) -> dict[str, Work]:
+def works(model: Any, pixels: torch.Tensor, texts: tuple[torch.Tensor, torch.Tensor], size: int) -> dict[str, Work]:
     """What is timed of a model: both towers, and one text of the batch after the other with its kept shortlist."""
     found: dict[str, Work] = {
         "images": lambda: model.encode_image(pixels),

@@ -80,11 +80,11 @@ def quantize(path: Path) -> None:
     """
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
-    whole = path.with_name(f"{path.name}.whole")
-    path.rename(whole)
+    folded = path.with_name(f"{path.name}.folded")
     try:
+        fold_constants(path, folded)
         quantize_dynamic(
-            whole,
+            folded,
             path,
             op_types_to_quantize=["MatMul", "Gemm", "Gather"],
             per_channel=True,
@@ -92,7 +92,18 @@ def quantize(path: Path) -> None:
             extra_options={"MatMulConstBOnly": True},
         )
     finally:
-        whole.unlink()
+        folded.unlink(missing_ok=True)
+
+
+def fold_constants(path: Path, folded: Path) -> None:
+    """What follows from weights alone is computed (a part of a merged projection): only weights are quantized."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
+    options.optimized_model_filepath = str(folded)
+    options.log_severity_level = 3
+    onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
 
 def store_half(proto: Any, precision: str) -> None:
