@@ -118,6 +118,8 @@ def test_without_data_the_command_says_how_to_go_on(tmp_path: Path, run_command:
         (["precision=int8"], "format=folder cannot hold precision=int8"),
         (["format=[folder,open_clip]", "precision=int8"], "cannot hold precision=int8"),
         (["format=open_clip"], "holds open_clip's own towers"),
+        (["format=[folder,open_clip]"], "holds open_clip's own towers"),
+        (["format=[folder,folder]"], "name at least one, and each once"),
     ],
     ids=str,
 )

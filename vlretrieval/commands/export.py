@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, ListConfig
 
 from vlretrieval.commands.launch import command
 
@@ -17,11 +17,12 @@ def main(cfg: DictConfig) -> None:
     from vlretrieval.deploy.loaded import CERTIFICATE, read_json
     from vlretrieval.evaluation.run import export_pairs
 
-    formats = [cfg.format] if isinstance(cfg.format, str) else list(cfg.format)
-    check_formats(formats, cfg.precision)
+    several = isinstance(cfg.format, ListConfig)
+    formats = list(cfg.format) if several else [cfg.format or "folder"]
+    check_formats(cfg.checkpoint, formats, cfg.precision, cfg.towers_only)
     pairs, measure = export_pairs(cfg) if cfg.pairs else (None, None)
     for format in formats:
-        output = cfg.output if cfg.output is None or len(formats) == 1 else Path(cfg.output) / format
+        output = Path(cfg.output) / format if several and cfg.output is not None else cfg.output
         folder = export(
             cfg.checkpoint,
             output,

@@ -83,14 +83,23 @@ def export(
     return target
 
 
-def check_formats(formats: Sequence[str], precision: str) -> None:
+def check_formats(
+    checkpoint: str | Path, formats: Sequence[str], precision: str = "fp32", towers_only: bool = False
+) -> None:
     """Refuse a list of formats before the first is written.
 
     Raises:
-        ValueError: one that is unknown, or does not hold the precision.
+        ValueError: a format that is unknown, does not hold the precision or cannot hold the checkpoint's model.
     """
-    for format in formats:
-        check_precision(format, precision)
+    if not formats or len(set(map(str, formats))) < len(formats):
+        raise ValueError(f"format={list(formats)}: name at least one, and each once")
+    chosen = [check_precision(format, precision) for format in formats]
+    if len(chosen) > 1:  # a single one is checked as it is exported
+        loaded = load_checkpoint(checkpoint)
+        model = loaded.build()
+        assert isinstance(model, RetrievalModel)
+        for format in chosen:
+            format.check(made_ready(loaded, model, precision, towers_only, []))
 
 
 def run_folder_of(checkpoint: Path) -> Path:
