@@ -43,7 +43,7 @@ TINY_BERT = {
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "intermediate_size": 48,
-    "max_position_embeddings": 40,
+    "max_position_embeddings": 64,
 }
 CAPTIONS = ["a dog runs", "two cats on a red sofa, seen from above", "snow"]
 
@@ -273,7 +273,7 @@ def test_timm_weights_from_a_file_and_none_missing(tmp_path):
         (lambda f, b: OpenClipTextTower("ViT-B-16-SigLIP", context_length=64), "not CLIP's causal one"),
         (lambda f, b: HuggingFaceTower("/nowhere", vocab_size=60), "cannot read it"),
         (lambda f, b: HuggingFaceTower(str(b), vocab_size=61), "has 60 words"),
-        (lambda f, b: HuggingFaceTower(str(b), vocab_size=60, context_length=41), "40 tokens at most"),
+        (lambda f, b: HuggingFaceTower(str(b), vocab_size=60, context_length=65), "64 tokens at most"),
         (lambda f, b: HuggingFaceTower(vocab_size=60), "give pretrained"),
     ],
 )  # fmt: skip

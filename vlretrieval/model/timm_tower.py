@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,8 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from vlretrieval.model.encoders import Hidden
-
-log = logging.getLogger(__name__)
 
 HUB = "hub"
 
@@ -70,14 +67,15 @@ class TimmTower(nn.Module):
         except Exception as error:  # timm, torch and the hub each have their own
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise ValueError(f"name={name}, pretrained={pretrained}: timm cannot build it: {reason}") from None
-        if pretrained is None:
-            log.debug("%s starts from random weights", name)
+        if "pretrained_cfg_overlay" in arguments:
+            _none_missing(self.model, str(pretrained))
         trained = self.model.pretrained_cfg
         self.name, self.image_size = name, image_size
         self._mean, self._std = tuple(mean or trained["mean"]), tuple(std or trained["std"])
         self.register_buffer("mean", torch.tensor(self._mean).view(3, 1, 1) * 255, persistent=False)
         self.register_buffer("std", torch.tensor(self._std).view(3, 1, 1) * 255, persistent=False)
-        self.channels_last = len(self.model.feature_info) > 0 and _is_channels_last(self.model)
+        self._memory = torch.contiguous_format
+        self.maps_last = _is_channels_last(self.model)
         self.prefix = int(getattr(self.model, "num_prefix_tokens", 0))
         try:
             with torch.no_grad():
@@ -88,6 +86,10 @@ class TimmTower(nn.Module):
                 f"image_size={image_size}: {name} does not take it ({error}); it was trained at {own}"
             ) from None
         self.train()
+        if any(isinstance(module, nn.Conv2d) and module.groups > 1 for module in self.modules()):
+            # depthwise convolutions: 1.5 times faster on a CPU with channels last (EfficientNet-Lite2, measured)
+            self.model.to(memory_format=torch.channels_last)
+            self._memory = torch.channels_last
         self.dim, self.token_dim = shown.pooled.shape[1], shown.tokens.shape[2]
         side = math.isqrt(shown.tokens.shape[1])
         self.grid = (side, shown.tokens.shape[1] // side)
@@ -96,10 +98,10 @@ class TimmTower(nn.Module):
         """(B, 3, S, S) uint8 pixels, or float ones taken as normalised -> :class:`Hidden`, tokens in reading order."""
         if not pixels.is_floating_point():
             pixels = (pixels.to(self.mean.dtype) - self.mean) / self.std
-        features = self.model.forward_features(pixels)
+        features = self.model.forward_features(pixels.contiguous(memory_format=self._memory))
         pooled = self.model.forward_head(features, pre_logits=True)
         if features.ndim == 4:
-            tokens = features.flatten(1, 2) if self.channels_last else features.flatten(2).transpose(1, 2)
+            tokens = features.flatten(1, 2) if self.maps_last else features.flatten(2).transpose(1, 2)
         else:
             tokens = features[:, self.prefix :]
         return Hidden(pooled.flatten(1), tokens, None)
@@ -107,6 +109,16 @@ class TimmTower(nn.Module):
     def stored(self) -> dict[str, Any]:
         """The arguments that build this tower without its files; a checkpoint brings the weights."""
         return {"pretrained": None, "mean": list(self._mean), "std": list(self._std)}
+
+
+def _none_missing(model: nn.Module, path: str) -> None:
+    # without a classifier timm loads leniently, and what a file lacks would keep its random start in silence
+    from timm.models import load_state_dict
+
+    own, there = set(model.state_dict()), set(load_state_dict(path, weights_only=True))
+    missing = sorted(own - there)
+    if missing and own & there:  # with no name in common, timm has translated the names of another project
+        raise ValueError(f"pretrained={path} is missing {len(missing)} of {len(own)} weights ({missing[0]}, ...)")
 
 
 def _is_channels_last(model: nn.Module) -> bool:
