@@ -24,6 +24,22 @@ PRIMARY = [path.stem for path in FILES if path.parent == CONF and path.stem != "
 NOT_BUILT = {"data", "trainer", "logger", "tokenizer"}
 
 
+SAMPLES = {"openclip.name": "ViT-B-32", "model.image_encoder.base.name": "test_efficientnet"}
+BERT = "{model_type: bert, vocab_size: 400000, hidden_size: 32, num_hidden_layers: 6, num_attention_heads: 2}"
+
+
+def at_random(cfg: DictConfig) -> list[str]:
+    """Overrides for pretrained towers to start from random weights: no file of theirs is here, and no hub is asked."""
+    found = ["openclip.pretrained=null"] if "openclip" in cfg else []
+    for encoder in ("image_encoder", "text_encoder"):
+        target = str(OmegaConf.select(cfg, f"model.{encoder}.base._target_"))
+        if target.endswith(("TimmTower", "HuggingFaceTower")):
+            found.append(f"model.{encoder}.base.pretrained=null")
+        if target.endswith("HuggingFaceTower"):
+            found.append(f"model.{encoder}.base.config={BERT}")
+    return found
+
+
 def name_of(path: Path) -> str:
     return path.relative_to(CONF).as_posix()
 
@@ -48,7 +64,9 @@ def compose(command: str, overrides: tuple[str, ...]) -> DictConfig:
 def training_config(*overrides: str) -> DictConfig:
     """conf/train.yaml with some choices, and "x" for what only a user can know (paths, names)."""
     missing = missing_keys(OmegaConf.to_container(compose("train", overrides), resolve=False))
-    return compose("train", (*overrides, *(f"{key}={1000 if key.endswith('_size') else 'x'}" for key in missing)))
+    given = {key: 1000 if key.endswith("_size") else SAMPLES.get(key, "x") for key in missing}
+    found = compose("train", (*overrides, *(f"{key}={value}" for key, value in given.items())))
+    return compose("train", (*overrides, *(f"{key}={value}" for key, value in given.items()), *at_random(found)))
 
 
 GROUP_FILES = [path for path in FILES if path.parent != CONF and path.stem != "base"] + [

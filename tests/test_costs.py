@@ -19,6 +19,7 @@ from vlretrieval.deploy.build import build_model
 from vlretrieval.model import costs
 from vlretrieval.model.attention import MultiHeadAttention
 from vlretrieval.model.hints import head_width_hints
+from vlretrieval.model.measured_costs import measured_costs
 
 CONF = conf_dir()
 CHOICES = [
@@ -274,3 +275,18 @@ def test_a_hint_names_heads_far_from_the_usual_width_and_only_those() -> None:
 
 def test_the_walk_found_the_configs() -> None:
     assert len(CHOICES) >= 12 and Path(CONF / "model").is_dir()
+
+
+def test_a_model_tried_costs_what_its_config_says() -> None:
+    config, length = plain(), 24
+    found = measured_costs(build_model(config), config["image_encoder"]["image_size"], length)
+    said = costs.costs(config, length)
+    heads = sum((cost for name, cost in said.items() if name.endswith("heads")), costs.Cost())
+    for name, cost in {
+        **{n: c for n, c in said.items() if not n.endswith("heads")},
+        "cross-modal heads": heads,
+    }.items():
+        one = found[name]
+        assert (one.parameters, one.kept) == (cost.parameters, cost.kept), name
+        assert one.flops == pytest.approx(cost.flops, rel=0.01), name
+        assert one.activations == pytest.approx(cost.activations, rel=0.05, abs=400), name

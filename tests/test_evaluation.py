@@ -231,7 +231,7 @@ def test_a_non_finite_logit_ends_evaluation_naming_the_pair(split, tokenizer):
     [
         ({"ks": (1, 5, 5)}, "each once"),
         ({"ks": (1.5,)}, "whole numbers"),
-        ({"ks": (0,)}, "each 1 or more"), 
+        ({"ks": (0,)}, "each 1 or more"),
         ({"top_k": -1}, "top_k=-1"),
         ({"bootstrap": -5}, "bootstrap=-5"),
     ],

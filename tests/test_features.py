@@ -290,6 +290,7 @@ def test_a_killed_run_goes_on_and_leaves_nothing_that_passes_for_whole(place, fe
     common = {"transform": subject.transform, "tokenizer": subject.tokenizer, "batch_size": 5}
     pid = os.fork()
     if pid == 0:
+
         def slow(what, done, total):
             time.sleep(0.2)
 
@@ -359,9 +360,7 @@ def test_what_half_precision_cannot_hold_is_refused_and_not_stored(tmp_path, sca
     split = tiny_records(tmp_path).split("train")
     tokenizer = BpeTokenizer(300, 32).fit(["a"])
     with pytest.raises(ValueError, match="does not fit into half precision .65,504 at most"):
-        write_features(
-            Towers(scale), split, "image", tmp_path / "f", transform=EvalTransform(16), tokenizer=tokenizer
-        )
+        write_features(Towers(scale), split, "image", tmp_path / "f", transform=EvalTransform(16), tokenizer=tokenizer)
     assert not (tmp_path / "f" / "train" / "image").exists()
     assert half(np.array([[65504.0, -1e-9]]))[0].tolist() == [65504.0, 0.0]
 

@@ -163,4 +163,3 @@ def batch_for(seconds: float, build: Callable[[], RetrievalModel], batches_of: C
             return size
         size *= 2
     return size
-

@@ -108,7 +108,6 @@ def main() -> None:
         import vlretrieval.commands.train
         import vlretrieval.training.fit  # noqa: F401
 
-
     started_at = time.monotonic()
     start = Forked if arguments.warm else start_command
     life = undisturbed(folder / "whole", start)
@@ -139,9 +138,7 @@ def undisturbed(run: Path, start: Start) -> Life:
     return Life(training_s, time.monotonic() - began)
 
 
-def trial(
-    folder: Path, title: str, signum: signal.Signals, rng: random.Random, life: Life, start: Start
-) -> bool:
+def trial(folder: Path, title: str, signum: signal.Signals, rng: random.Random, life: Life, start: Start) -> bool:
     """Whether a run that is ended at least once ends as the undisturbed one; says what happened on one line."""
     run = folder / title.replace(" ", "-").split("/")[0].lower()
     clear(run)

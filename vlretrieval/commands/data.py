@@ -1,4 +1,4 @@
-"""Convert, examine and cache data sets: convert, doctor, cache, features."""
+"""Prepare, convert, examine and cache data sets: prepare, convert, doctor, cache, features."""
 
 from __future__ import annotations
 
@@ -87,6 +87,17 @@ def features(cfg: DictConfig) -> None:
             print(f"{path}: {sum(file.stat().st_size for file in path.iterdir()) / 1e6:.1f} MB")
 
 
+@command("data_prepare", literal=("folder",))
+def prepare(cfg: DictConfig) -> None:
+    """Check a downloaded Flickr8k, Flickr30k or COCO, and lay it out."""
+    from vlretrieval.data.prepare import prepare as run
+
+    done = run(str(cfg.dataset), cfg.folder)
+    counts = ", ".join(f"{count} {split}" for split, count in sorted(done.counts.items()))
+    print(f"{cfg.dataset} is whole: {counts}")
+    print(f"train on it with data=karpathy data.json={done.json} data.images={done.images}")
+
+
 def records_of(cfg: DictConfig) -> Any:
     """The data set's source."""
     from hydra.utils import instantiate
@@ -117,7 +128,7 @@ def bar(what: str) -> Any:
     return shown
 
 
-VERBS = {"convert": convert, "doctor": doctor, "cache": cache, "features": features}
+VERBS = {"prepare": prepare, "convert": convert, "doctor": doctor, "cache": cache, "features": features}
 
 
 def main() -> None:

@@ -1,4 +1,7 @@
-"""``vlretrieval-train ... dry_run=true``: what the model would cost, as a table; no data is read, no weight drawn."""
+"""``vlretrieval-train ... dry_run=true``: what the model would cost, as a table; no data is read.
+
+Of our own encoders the config says it all and no weight is drawn; a model of pretrained towers is built and tried.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,17 @@ def show(cfg: DictConfig) -> dict[str, dict[str, int]]:
 
     from vlretrieval.model.costs import FLOAT32, Cost, costs
     from vlretrieval.model.hints import head_width_hints
+    from vlretrieval.model.measured_costs import measured_costs
 
-    with torch.device("meta"):  # shapes only: whatever a constructor would refuse is refused here too
-        built = hydra.utils.instantiate(cfg.model)
     model: Any = OmegaConf.to_container(cfg.model, resolve=True)
     length = int(cfg.tokenizer.context_length)
-    parts = costs(model, length)
+    if any("base" in model[encoder] for encoder in ("image_encoder", "text_encoder")):
+        built = hydra.utils.instantiate(cfg.model)
+        parts = measured_costs(built, int(model["image_encoder"]["image_size"]), length)
+    else:
+        with torch.device("meta"):  # shapes only: whatever a constructor would refuse is refused here too
+            built = hydra.utils.instantiate(cfg.model)
+        parts = costs(model, length)
     parts["total"] = sum(parts.values(), Cost())
     rows = {
         part: {

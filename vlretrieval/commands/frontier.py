@@ -14,8 +14,7 @@ from vlretrieval.commands.launch import command
 def main(cfg: DictConfig) -> dict:
     """``vlretrieval-frontier checkpoint=A,B output=FOLDER``"""
     from vlretrieval.evaluation.frontier import frontier, plot
-    from vlretrieval.evaluation.inputs import Inputs
-    from vlretrieval.evaluation.run import chosen_source, fusion_weight
+    from vlretrieval.evaluation.run import chosen_source, fusion_weight, inputs_of
     from vlretrieval.evaluation.subject import open_subject
     from vlretrieval.evaluation.table import print_frontier
 
@@ -23,8 +22,8 @@ def main(cfg: DictConfig) -> dict:
     for path in str(cfg.checkpoint).split(","):
         subject = open_subject(path).to(cfg.device)
         source = chosen_source(cfg, subject)
-        inputs = Inputs(source.split(cfg.split), subject.tokenizer, subject.transform)
-        weight = fusion_weight(cfg.weight, cfg.split, 16, subject, source)
+        inputs = inputs_of(cfg, subject, source.split(cfg.split))
+        weight = fusion_weight(cfg, cfg.weight, 16, subject, source)
         name = Path(path).parent.parent.name if Path(path).parent.name == "checkpoints" else Path(path).stem
         results[name if name not in results else path] = frontier(
             subject.model, inputs, tuple(cfg.top_ks), k=cfg.k, weight=weight, batch_size=cfg.batch_size

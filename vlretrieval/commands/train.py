@@ -18,6 +18,8 @@ def main(cfg: DictConfig) -> dict:
         return show(cfg)
     if cfg.check:
         return check(cfg)
+    if cfg.write_features:
+        return write_features(cfg)
     with run_folder(cfg, process_rank()):
         from vlretrieval.training.fit import train  # torch and Lightning: only now, when the config is known to be good
 
@@ -41,6 +43,20 @@ def check(cfg: DictConfig) -> dict:
         raise SystemExit(1)
     print(f"check: {len(findings)} of {len(findings)} ok; nothing was written")
     return {"findings": len(findings)}
+
+
+def write_features(cfg: DictConfig) -> dict:
+    """Prints a line for each part of each split; what is there already is left alone."""
+    from vlretrieval.evaluation.table import progress
+    from vlretrieval.training.fit import write_features as written
+
+    if process_rank() > 0:
+        return {}
+    with progress() as tell:
+        paths = written(cfg, tell)
+    for path in paths:
+        print(f"{path}: {sum(file.stat().st_size for file in path.iterdir()) / 1e6:.1f} MB")
+    return {"written": [str(path) for path in paths]}
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from lightning.pytorch import LightningDataModule
 from vlretrieval.data.bad_samples import BadSamples
 from vlretrieval.data.cache import open_cache
 from vlretrieval.data.datasets import CaptionsPerImage, TrainPairs
+from vlretrieval.data.feature_copies import AugmentedCopy, copy_part
 from vlretrieval.data.features import Features, about_images, about_texts, features_path, open_features
 from vlretrieval.data.loader import TrainLoader
 from vlretrieval.data.ordering import EpochOrder
@@ -44,6 +45,8 @@ class RetrievalData(LightningDataModule):
             stored with side ``stored_size``.
         image_features: folder that ``vlretrieval-data features`` made: a frozen image tower's output of the train
             pictures, which takes the place of pixels; it leaves nothing for ``augment`` to do.
+        image_feature_copies: augmented copies of each train picture (by ``augment``) beside it in ``image_features``;
+            each epoch draws one of them.
         text_features: likewise of the text tower; it takes the place of token ids.
         resize: "squash", "crop" or "pad"; see ``EvalTransform``.
         augment: a ``TrainTransform``; None: pictures as they are, only resized.
@@ -77,6 +80,7 @@ class RetrievalData(LightningDataModule):
         cache_limit_bytes: int = 2 * 1024**3,
         cache: str | None = None,
         image_features: str | None = None,
+        image_feature_copies: int = 0,
         text_features: str | None = None,
         resize: ResizeMode = "squash",
         augment: Augment | None = None,
@@ -100,11 +104,18 @@ class RetrievalData(LightningDataModule):
         self.shards_together = shards_together
         self.cache_in_memory, self.cache_limit_bytes = cache_in_memory, cache_limit_bytes
         self.cache = cache
-        for name, value in (("augment", augment), ("cache", cache)):
-            if image_features is not None and value is not None:
-                raise ValueError(f"{name} has no effect with image_features={image_features}: no pixels are read")
+        if image_features is not None and cache is not None:
+            raise ValueError(f"cache has no effect with image_features={image_features}: no pixels are read")
+        if image_features is not None and (augment is None) != (image_feature_copies == 0):
+            raise ValueError(
+                f"image_feature_copies={image_feature_copies} with image_features={image_features}: augment makes the "
+                "copies; set both, or neither"
+            )
+        if image_features is None and image_feature_copies:
+            raise ValueError(f"image_feature_copies={image_feature_copies} has no effect without image_features")
         self.image_features, self.text_features = image_features, text_features
-        self._features: dict[str, Features] | None = None
+        self.image_feature_copies = image_feature_copies
+        self._features: dict[str, dict[str, Features]] = {}
         self.transform = EvalTransform(image_size, resize)
         self.augment, self.keep_sides = augment, keep_sides
         self.stored_size = stored_size or (image_size if augment is None else image_size + image_size // 8)
@@ -143,33 +154,57 @@ class RetrievalData(LightningDataModule):
             usable=usable,
             keep_sides=self.keep_sides,
             seed=self.seed,
-            image_features=features.get("image"),
+            image_features=[
+                features[copy_part(i)] for i in range(1 + self.image_feature_copies) if "image" in features
+            ],
             text_features=features.get("text"),
             negative_features=features.get("negatives"),
         )
         self._tell_about_flips(split)
 
-    def features(self) -> dict[str, Features]:
-        """The frozen towers' outputs of the train split that take the place of their inputs: part -> features.
+    def features(self, name: str = "train") -> dict[str, Features]:
+        """The frozen towers' outputs of a split that take the place of their inputs: part -> features.
+
+        The train split must be there; another one that was not computed is read from its pictures and captions.
 
         Raises:
             ValueError: for features that are of other data, other preprocessing, or damaged.
         """
-        if self._features is None:
-            self._features = {}
-            if self.image_features is None and self.text_features is None:
-                return self._features
-            self.fit_tokenizer()
-            split = self.source.split("train")
-            if self.image_features is not None:
-                path = features_path(self.image_features, split.name, "image")
-                self._features["image"] = open_features(path, about_images(split, self.transform))
-            if self.text_features is not None:
-                parts = ("text", "negatives") if self.negatives_per_caption and len(split.negatives) else ("text",)
-                for part in parts:
-                    path = features_path(self.text_features, split.name, part)
-                    self._features[part] = open_features(path, about_texts(split, self.tokenizer, part))
-        return self._features
+        if name not in self._features:
+            self._features[name] = self._open_features(name)
+        return self._features[name]
+
+    def _open_features(self, name: str) -> dict[str, Features]:
+        if self.image_features is None and self.text_features is None:
+            return {}
+        self.fit_tokenizer()
+        split = self.source.split(name)
+        used = len(split.negatives) and (self.negatives_per_caption or name != "train")
+        folders = {"image": self.image_features, "text": self.text_features}
+        folders["negatives"] = self.text_features if used else None
+        found = {}
+        if name == "train":
+            assert self.image_features is not None or not self.image_feature_copies
+            for copy in self.copies():
+                path = features_path(str(self.image_features), name, copy.part)
+                found[copy.part] = open_features(path, copy.about(split, self.transform))
+        for part, folder in folders.items():
+            path = None if folder is None else features_path(folder, name, part)
+            if path is None or (name != "train" and not path.exists()):
+                continue
+            if part == "image":
+                found[part] = open_features(path, about_images(split, self.transform))
+            else:
+                found[part] = open_features(path, about_texts(split, self.tokenizer, part))
+        return found
+
+    def copies(self) -> list[AugmentedCopy]:
+        """The augmented copies of the train pictures that ``image_features`` holds beside them."""
+        if self.augment is None:
+            return []
+        numbers = range(1, 1 + self.image_feature_copies)
+        # of no seed of the run's: runs of several seeds share what was computed once
+        return [AugmentedCopy(number, self.augment, 0, self.keep_sides) for number in numbers]
 
     def _tell_about_flips(self, split: Split) -> None:
         if not getattr(self.augment, "flip", 0):

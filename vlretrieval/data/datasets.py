@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vlretrieval.data.feature_copies import gather_copies
 from vlretrieval.data.features import FeatureRows, Features
 from vlretrieval.data.ordering import keyed_draw
 from vlretrieval.data.packed import PackedTokens
@@ -20,7 +21,7 @@ log = logging.getLogger(__name__)
 
 CaptionsPerImage = Literal["one", "first", "all"]
 # Names for keyed_draw: two draws for the same caption and epoch must not be equal.
-_CAPTION, _NEGATIVE, _AUGMENT = 1, 2, 3
+_CAPTION, _NEGATIVE, _AUGMENT, _COPY = 1, 2, 3, 4
 
 
 @dataclass
@@ -91,7 +92,8 @@ class TrainPairs:
         keep_sides: a picture is never mirrored for a caption that says left or right.
         seed: of every draw.
         multiple: captions are padded to the longest of the batch, rounded up to it.
-        image_features: a frozen tower's output of all pictures, in place of pixels.
+        image_features: a frozen tower's output of all pictures, in place of pixels; of several (the pictures as they
+            are, and augmented copies) each sample draws one anew each epoch.
         text_features, negative_features: likewise of all captions, and of the data's hard negatives.
     """
 
@@ -107,11 +109,11 @@ class TrainPairs:
         keep_sides: bool = True,
         seed: int = 0,
         multiple: int = 4,
-        image_features: Features | None = None,
+        image_features: Sequence[Features] = (),
         text_features: Features | None = None,
         negative_features: Features | None = None,
     ) -> None:
-        assert (pictures is None) != (image_features is None)
+        assert (pictures is None) != (not image_features)
         if captions_per_image not in ("one", "first", "all"):
             raise ValueError(f"captions_per_image={captions_per_image!r} is not known; choose one, first or all")
         if negatives_per_caption and not len(split.negatives):
@@ -120,7 +122,7 @@ class TrainPairs:
                 f"set it to 0"
             )
         self.split, self.pictures = split, pictures
-        self.image_features, self.text_features = image_features, text_features
+        self.image_features, self.text_features = tuple(image_features), text_features
         self.negative_features = negative_features
         self.captions_per_image, self.negatives_per_caption = captions_per_image, negatives_per_caption
         self.seed, self.multiple, self.context_length = seed, multiple, tokenizer.context_length
@@ -177,9 +179,11 @@ class TrainPairs:
             image_ids=torch.from_numpy(images),
             caption_ids=torch.from_numpy(self.caption_ids[captions]),
             index=torch.from_numpy(captions),
-            image=_gathered(self.image_features, images),
             text=_gathered(self.text_features, captions, self.multiple),
         )
+        if self.image_features:
+            drawn = keyed_draw(self.seed, step.epoch, _COPY, captions) % np.uint64(len(self.image_features))
+            batch.image = gather_copies(self.image_features, images, drawn)
         if self.negatives_per_caption:
             drawn = self.negatives_of(captions, step.epoch)
             ids, mask = self.negative_tokens.gather(drawn, self.multiple, self.context_length)

@@ -33,6 +33,20 @@ def build_model(config: dict[str, Any], source: str = "the config") -> nn.Module
     return built
 
 
+def self_contained(config: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+    """``config`` of a built ``model`` as it can be built again without the files that pretrained towers came from.
+
+    A tower says by ``stored()`` which arguments change; it stands in the model where its block stands in the config.
+    """
+    told = dict(config)
+    for name, value in config.items():
+        part = getattr(model, name, None)
+        if isinstance(value, dict) and isinstance(part, nn.Module):
+            told[name] = self_contained(value, part)
+    stored = getattr(model, "stored", None)
+    return told if stored is None else told | stored()
+
+
 def allowed_class(target: Any, key: str, source: str) -> type[nn.Module]:
     """The class a ``_target_`` names, refused unless it is one of the model's own."""
     refusal = ValueError(

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from vlretrieval.data.features import FeatureRows, Features
 from vlretrieval.data.packed import PackedTokens
 from vlretrieval.evaluation.inputs import Inputs, by_length, in_order
 from vlretrieval.evaluation.keep import room_for
@@ -81,6 +82,10 @@ def silent(what: str, done: int, total: int) -> None:
     """Tell nobody."""
 
 
+def _moved(rows: FeatureRows, device: torch.device) -> FeatureRows:
+    return rows.mapped(lambda tensor: tensor.to(device, torch.float32 if tensor.is_floating_point() else None))
+
+
 @contextmanager
 def evaluating(model: nn.Module, precision: str = "float32") -> Iterator[torch.device]:
     """The model as evaluation wants it: eval mode, no gradients, and the precision asked for and no other.
@@ -126,7 +131,10 @@ def encode_images(
     batches = in_order(count, batch_size)
 
     def compute(rows: IntArray) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        encoded = model.encode_image(inputs.pixels(rows).to(device))
+        if "image" in inputs.features:
+            encoded = model.image_from(*_moved(inputs.features["image"].gather(rows), device))
+        else:
+            encoded = model.encode_image(inputs.pixels(rows).to(device))
         tell("pictures", len(rows), count)
         mask = None if not tokens or encoded.mask is None else encoded.mask.cpu()
         return encoded.embedding.float().cpu(), encoded.tokens.cpu() if tokens else None, mask
@@ -155,17 +163,25 @@ def encode_texts(
     tokens: bool = False,
     processes: Processes = Processes(),  # noqa: B008  (frozen)
     name: str = "text",
+    features: Features | None = None,
+    at: IntArray | None = None,
     tell: Tell = silent,
 ) -> Texts:
-    """All texts of ``packed``, in batches of like length. Non-finite embeddings are an error that names the text."""
+    """All texts of ``packed``, in batches of like length. Non-finite embeddings are an error that names the text.
+
+    With ``features``, from what a frozen tower gave of them: its rows ``at`` (None: all, in order).
+    """
     lengths = packed.lengths()
     batches = by_length(lengths, batch_size)
 
     def compute(rows: IntArray) -> tuple[Tensor, Tensor | None, IntArray]:
-        ids, mask = inputs.token_rows(packed, rows)
-        encoded = model.encode_text(ids.to(device), mask.to(device))
+        if features is not None:
+            encoded = model.text_from(*_moved(features.gather(rows if at is None else at[rows]), device))
+        else:
+            ids, mask = inputs.token_rows(packed, rows)
+            encoded = model.encode_text(ids.to(device), mask.to(device))
         tell(f"{name}s", len(rows), len(packed))
-        real = mask.to(device) if encoded.mask is None else encoded.mask
+        real = torch.ones(encoded.tokens.shape[:2], dtype=torch.bool) if encoded.mask is None else encoded.mask
         kept = encoded.tokens[real].cpu() if tokens else None
         return encoded.embedding.float().cpu(), kept, real.sum(1).cpu().numpy()
 

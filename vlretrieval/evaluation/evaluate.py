@@ -111,7 +111,8 @@ def evaluate(
         batch = settings.batch_size
         common: Any = {"tokens": tokens, "processes": processes, "tell": tell}
         images = encode_images(model, inputs, device, batch_size=batch, **common)
-        texts = encode_texts(model, inputs, inputs.captions, device, batch_size=4 * batch, **common)
+        stored = inputs.features.get("text")
+        texts = encode_texts(model, inputs, inputs.captions, device, batch_size=4 * batch, features=stored, **common)
         galleries = galleries_of(images, texts, split, settings.protocol)
         if rerank_with_heads:
             for gallery in galleries:

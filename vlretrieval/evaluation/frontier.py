@@ -59,7 +59,10 @@ def frontier(
     split = inputs.split
     with evaluating(model) as device:
         images = encode_images(model, inputs, device, batch_size=batch_size, tokens=True)
-        texts = encode_texts(model, inputs, inputs.captions, device, batch_size=4 * batch_size, tokens=True)
+        stored = inputs.features.get("text")
+        texts = encode_texts(
+            model, inputs, inputs.captions, device, batch_size=4 * batch_size, tokens=True, features=stored
+        )
         gallery = Gallery(images, texts, split)
         lists = match_shortlists(model, gallery, max(top_ks), device)
         first = rank_both(texts.embedding, images.embedding, split.positives)

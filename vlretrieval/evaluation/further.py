@@ -22,9 +22,7 @@ from vlretrieval.metrics.scores import IntArray
 HUB_LIST = 10  # answers a query that make a hub, as in the literature
 
 
-def further_figures(
-    gallery: Gallery, ks: Sequence[int], *, replicates: int = 1000, seed: int = 0
-) -> dict[str, Any]:
+def further_figures(gallery: Gallery, ks: Sequence[int], *, replicates: int = 1000, seed: int = 0) -> dict[str, Any]:
     """All of them for one gallery, of the first stage; recalls with 95 % intervals unless ``replicates`` is 0."""
     text, image, positives = gallery.texts.embedding, gallery.images.embedding, gallery.split.positives
     figures: dict[str, Any] = {}

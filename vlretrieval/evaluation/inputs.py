@@ -5,7 +5,7 @@ Training's validation keeps one of these for the whole run, so that pictures are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,7 @@ import torch
 from PIL.Image import Image
 from torch import Tensor
 
+from vlretrieval.data.features import Features
 from vlretrieval.data.packed import PackedTokens
 from vlretrieval.data.pictures import decode_all
 from vlretrieval.data.splits import Split
@@ -32,12 +33,26 @@ class Inputs:
         tokenizer: the model's own, fitted.
         transform: RGB picture -> (3, S, S) uint8, the same for every picture; with an ``image_size``.
         held_bytes: up to this many bytes of pixels are decoded once and kept; beyond, files are read at each pass.
+        features: what frozen towers gave of this split, in place of its "image", "text" or "negatives".
     """
 
     def __init__(
-        self, split: Split, tokenizer: Tokenizer, transform: Transform, *, held_bytes: int = HELD_BYTES
+        self,
+        split: Split,
+        tokenizer: Tokenizer,
+        transform: Transform,
+        *,
+        held_bytes: int = HELD_BYTES,
+        features: Mapping[str, Features] | None = None,
     ) -> None:
         self.split, self.tokenizer, self.transform = split, tokenizer, transform
+        self.features = dict(features or {})
+        for part, count in (("image", len(split.image_ids)), ("text", len(split.captions))):
+            if part in self.features and len(self.features[part]) != count:
+                raise ValueError(
+                    f"{self.features[part].path} holds {len(self.features[part])} items, but the protocol takes "
+                    f"{count} of them; set protocol=full, or leave out {part}_features"
+                )
         self._held = 3 * int(getattr(transform, "image_size", 1 << 20)) ** 2 * len(split.image_ids) <= held_bytes
         self._pixels: npt.NDArray[np.uint8] | None = None
         self._captions: PackedTokens | None = None

@@ -69,7 +69,7 @@ def score_negatives(
     packed = inputs.tokens([split.negatives.texts[row] for row in rows])
     false = encode_texts(
         model, inputs, packed, device, batch_size=4 * settings.batch_size, tokens=heads, processes=processes,
-        name="hard negative", tell=tell,
+        name="hard negative", features=inputs.features.get("negatives"), at=rows, tell=tell,
     )  # fmt: skip
     scores = {
         "cosine": (

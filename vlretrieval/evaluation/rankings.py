@@ -137,8 +137,7 @@ def write_run(
     with partial.open("w", encoding="utf-8") as file:
         for query, row in zip(queries, candidates.tolist(), strict=True):
             file.writelines(
-                f"{query} Q0 {documents[at]} {place} {depth - place + 1} {tag}\n"
-                for place, at in enumerate(row, 1)
+                f"{query} Q0 {documents[at]} {place} {depth - place + 1} {tag}\n" for place, at in enumerate(row, 1)
             )
     partial.replace(path)
 

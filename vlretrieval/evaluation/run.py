@@ -11,7 +11,8 @@ import hydra
 import numpy as np
 from omegaconf import DictConfig, OmegaConf
 
-from vlretrieval.data.splits import Source
+from vlretrieval.data.features import about_images, about_texts, features_path, open_features
+from vlretrieval.data.splits import Source, Split
 from vlretrieval.deploy.certificate import Pairs
 from vlretrieval.deploy.checkpoint import weights_hash
 from vlretrieval.evaluation.describe import versions
@@ -38,6 +39,7 @@ from vlretrieval.evaluation.sharing import Processes
 from vlretrieval.evaluation.subject import Subject, open_subject
 from vlretrieval.evaluation.suites import with_text_edits
 from vlretrieval.evaluation.table import print_figures, print_ranking, progress
+from vlretrieval.evaluation.towers import check_tower
 
 SUBJECTS = ("checkpoint", "embeddings", "ranking")
 
@@ -100,11 +102,19 @@ def from_checkpoint(cfg: DictConfig, subject: Subject, processes: Processes) -> 
     """A model, its pictures and captions."""
     source = chosen_source(cfg, subject)
     split = with_text_edits(source.split(cfg.split), seed=cfg.seed) if cfg.text_edits else source.split(cfg.split)
-    weight = fusion_weight(cfg.rerank.weight, cfg.split, cfg.rerank.top_k, subject, source, processes)
+    weight = fusion_weight(cfg, cfg.rerank.weight, cfg.rerank.top_k, subject, source, processes)
     settings = settings_of(cfg, top_k=cfg.rerank.top_k, weight=weight)
+    inputs = inputs_of(cfg, subject, settings.protocol.prepare(split))
     with progress(shown=processes.rank == 0) as tell:
         outcome = evaluate(
-            subject.model, split, subject.tokenizer, subject.transform, settings, processes=processes, tell=tell
+            subject.model,
+            split,
+            subject.tokenizer,
+            subject.transform,
+            settings,
+            inputs=inputs,
+            processes=processes,
+            tell=tell,
         )
     outcome.figures["subject"] = {
         "checkpoint": subject.name,
@@ -115,9 +125,24 @@ def from_checkpoint(cfg: DictConfig, subject: Subject, processes: Processes) -> 
     return outcome
 
 
+def inputs_of(cfg: DictConfig, subject: Subject, split: Split) -> Inputs:
+    """What the model is shown of ``split``: pictures and captions, or where asked for what frozen towers gave of it."""
+    features = {}
+    for part, folder in (("image", cfg.image_features), ("text", cfg.text_features), ("negatives", cfg.text_features)):
+        edited = cfg.get("text_edits", False)  # made here and now: no tower has seen them
+        if folder is None or (part == "negatives" and (edited or not len(split.negatives))):
+            continue
+        about = (
+            about_images(split, subject.transform) if part == "image" else about_texts(split, subject.tokenizer, part)
+        )
+        features[part] = open_features(features_path(folder, split.name, part), about)
+        check_tower(subject.model, part, features[part], subject.transform.image_size, subject.tokenizer)
+    return Inputs(split, subject.tokenizer, subject.transform, features=features)
+
+
 def fusion_weight(
+    cfg: DictConfig,
     given: Any,
-    split: str,
     top_k: int,
     subject: Subject,
     source: Source,
@@ -128,10 +153,11 @@ def fusion_weight(
         return given
     if given != "val":
         raise ValueError(f"rerank.weight={given} is not a number, null or val")
-    if split == "val":
+    if cfg.split == "val":
         raise ValueError("rerank.weight=val would be chosen on the very split that it is measured on; give a number")
     val = source.split("val")
-    return choose_weight(subject.model, val, subject.tokenizer, subject.transform, top_k, processes)
+    inputs = inputs_of(cfg, subject, val)
+    return choose_weight(subject.model, val, subject.tokenizer, subject.transform, top_k, processes, inputs=inputs)
 
 
 def from_embeddings(cfg: DictConfig) -> Evaluation:

@@ -17,9 +17,11 @@ class RetrievalModel(nn.Module):
     """A dual encoder that finds a shortlist, and cross-modal heads that re-rank it.
 
     Args:
-        image_encoder, text_encoder: give pooled (B, dim), tokens (B, T, dim) and a mask; have a ``dim``.
+        image_encoder, text_encoder: give pooled (B, dim), tokens (B, T, dim) and a mask; have a ``dim``, or for pooled
+            vectors of another width a ``pooled_dim``.
         crossmodal: the cross-modal heads; None, or one with no heads, makes a plain dual encoder.
-        embed_dim: width E of the joint space.
+        embed_dim: width E of the joint space. Two pretrained towers that share one already (``aligned``) keep it: they
+            need its width, and their projections start as the identity.
         init_logit_scale: what multiplies cosines at the start (CLIP: 1 / 0.07).
         init_logit_bias: added to scaled cosines by the sigmoid loss (SigLIP: -10); None leaves it out.
     """
@@ -40,10 +42,16 @@ class RetrievalModel(nn.Module):
         self.image_encoder, self.text_encoder = image_encoder, text_encoder
         self.crossmodal = crossmodal if crossmodal else None
         self.embed_dim = embed_dim
-        self.image_projection = nn.Linear(image_encoder.dim, embed_dim, bias=False)  # type: ignore[arg-type]
-        self.text_projection = nn.Linear(text_encoder.dim, embed_dim, bias=False)  # type: ignore[arg-type]
+        widths = [int(getattr(e, "pooled_dim", e.dim)) for e in (image_encoder, text_encoder)]  # type: ignore[arg-type]
+        self.image_projection, self.text_projection = (nn.Linear(width, embed_dim, bias=False) for width in widths)
+        aligned = all(getattr(encoder, "aligned", False) for encoder in (image_encoder, text_encoder))
+        if aligned and widths != [embed_dim, embed_dim]:
+            raise ValueError(f"embed_dim={embed_dim}, but the towers share a space of {widths[0]}; set it to that")
         for projection in (self.image_projection, self.text_projection):
-            nn.init.normal_(projection.weight, std=projection.in_features**-0.5)
+            if aligned:
+                nn.init.eye_(projection.weight)
+            else:
+                nn.init.normal_(projection.weight, std=projection.in_features**-0.5)
         self.log_logit_scale = nn.Parameter(torch.tensor(math.log(init_logit_scale)))
         self.logit_bias = None if init_logit_bias is None else nn.Parameter(torch.tensor(float(init_logit_bias)))
 
@@ -61,12 +69,22 @@ class RetrievalModel(nn.Module):
         return self.project_text(*self.text_encoder(token_ids, token_mask))
 
     def project_image(self, pooled: Tensor, tokens: Tensor, mask: Tensor | None = None) -> Encoded:
-        """What the image encoder gave, whenever it did: pooled (B, dim) goes into the joint space."""
+        """What the image encoder gave: pooled (B, dim) goes into the joint space."""
         return Encoded(_unit(self.image_projection(pooled)), tokens, mask)
 
     def project_text(self, pooled: Tensor, tokens: Tensor, mask: Tensor | None = None) -> Encoded:
         """As :meth:`project_image`, of the text encoder."""
         return Encoded(_unit(self.text_projection(pooled)), tokens, mask)
+
+    def image_from(self, pooled: Tensor, tokens: Tensor, mask: Tensor | None = None) -> Encoded:
+        """What a frozen image tower gave, whenever it did, through all that stands on the tower."""
+        on = getattr(self.image_encoder, "on", None)
+        return self.project_image(*(on(pooled, tokens, mask) if on else (pooled, tokens, mask)))
+
+    def text_from(self, pooled: Tensor, tokens: Tensor, mask: Tensor | None = None) -> Encoded:
+        """As :meth:`image_from`, of the text tower."""
+        on = getattr(self.text_encoder, "on", None)
+        return self.project_text(*(on(pooled, tokens, mask) if on else (pooled, tokens, mask)))
 
     @staticmethod
     def similarity(image: Encoded, text: Encoded) -> Tensor:

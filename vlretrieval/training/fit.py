@@ -22,15 +22,19 @@ from torch import nn
 
 import vlretrieval
 from vlretrieval.data.datamodule import RetrievalData
+from vlretrieval.deploy.build import self_contained
+from vlretrieval.evaluation.encode import Tell
 from vlretrieval.evaluation.evaluate import Settings, evaluate
 from vlretrieval.evaluation.inputs import Inputs
 from vlretrieval.evaluation.outcome import Evaluation
+from vlretrieval.evaluation.towers import tower_name
 from vlretrieval.model.hints import head_width_hints
 from vlretrieval.model.retrieval_model import RetrievalModel
 from vlretrieval.model.seeding import seed_heads
 from vlretrieval.training.callbacks import Checkpoints, Describe, Validation, check_multiple
 from vlretrieval.training.compiled import compile_parts
 from vlretrieval.training.frozen_features import CheckTowers, check_towers
+from vlretrieval.training.frozen_features import write_features as store_features
 from vlretrieval.training.nonfinite import NonFiniteGuard
 from vlretrieval.training.precision import allow_tf32, choose_precision, device_of
 from vlretrieval.training.preemption import Preemption, slurm_requeue
@@ -67,7 +71,7 @@ def train(cfg: DictConfig) -> Result:
     pace = Pace(step_flops(cfg))
     callbacks = [
         pace,
-        Describe(description(cfg, data)),
+        Describe(description(cfg, data, task.model)),
         FirstSteps(pace),  # before the guard, which may drop the gradients
         NonFiniteGuard(keeper, folder / "nonfinite.jsonl", **cfg.nonfinite),
         Preemption(keeper, slurm_requeue() if cfg.requeue else None),
@@ -109,22 +113,7 @@ def build(cfg: DictConfig, resumed: str | None = None) -> tuple[RetrievalData, R
 
     ``resumed`` is the checkpoint that the run goes on from, which must be this run's own.
     """
-    torch.manual_seed(cfg.seed)  # the weights drawn below; each step seeds itself
-    data: RetrievalData = hydra.utils.instantiate(cfg.data)
-    words = True
-    if cfg.init_from:
-        data.tokenizer, words = same_words(
-            data.tokenizer, resumed or cfg.init_from, cfg.init_parts, strict=cfg.init_strict
-        )
-    data.fit_tokenizer()
-    model: RetrievalModel = hydra.utils.instantiate(cfg.model)
-    if cfg.head_seed is not None:
-        seed_heads(model, cfg.head_seed)
-    say_what_is_built(model)
-    if resumed is not None:
-        check_same_run(resumed, description(cfg, data)["config"])
-    elif cfg.init_from:
-        warm_start(model, cfg.init_from, cfg.init_parts, strict=cfg.init_strict, words=words)
+    data, model = build_model(cfg, resumed)
     task = RetrievalTask(
         model,
         hydra.utils.instantiate(cfg.loss),
@@ -138,6 +127,66 @@ def build(cfg: DictConfig, resumed: str | None = None) -> tuple[RetrievalData, R
         check_towers(model, data)
     return data, task
 
+
+def build_model(cfg: DictConfig, resumed: str | None = None) -> tuple[RetrievalData, RetrievalModel]:
+    """The data, its tokenizer fitted, and the model, its weights drawn or read."""
+    torch.manual_seed(cfg.seed)  # the weights drawn below; each step seeds itself
+    data: RetrievalData = hydra.utils.instantiate(cfg.data)
+    words = True
+    if cfg.init_from:
+        data.tokenizer, words = same_words(
+            data.tokenizer, resumed or cfg.init_from, cfg.init_parts, strict=cfg.init_strict
+        )
+    data.fit_tokenizer()
+    model: RetrievalModel = hydra.utils.instantiate(cfg.model)
+    if cfg.head_seed is not None:
+        seed_heads(model, cfg.head_seed)
+    say_what_is_built(model)
+    if resumed is not None:
+        check_same_run(resumed, description(cfg, data, model)["config"])
+    elif cfg.init_from:
+        warm_start(model, cfg.init_from, cfg.init_parts, strict=cfg.init_strict, words=words)
+    return data, model
+
+
+def write_features(cfg: DictConfig, tell: Tell) -> list[Path]:
+    """Stores what the frozen towers give of train, val and test where ``cfg.data`` says that training reads it."""
+    folders = {"image": cfg.data.image_features, "text": cfg.data.text_features}
+    if not any(folders.values()):
+        raise ValueError(
+            "write_features=true writes to data.image_features and data.text_features; set one to a folder"
+        )
+    data, model = build_model(cfg)
+    written = []
+    for part, folder in folders.items():
+        if folder is None:
+            continue
+        name = tower_name(model, part)
+        if not any(name == frozen or name.startswith(f"{frozen}.") for frozen in cfg.freeze):
+            raise ValueError(
+                f"data.{part}_features={folder}, but {name} is trained; set freeze=[{name}], or leave it out"
+            )
+        for split in map(data.split, ("train", "val", "test")):
+            for piece in (part, *(["negatives"] if part == "text" and len(split.negatives) else [])):
+                written.append(
+                    store_features(
+                        model, split, piece, folder, transform=data.transform, tokenizer=data.tokenizer, tell=tell
+                    )
+                )
+            for copy in data.copies() if part == "image" and split.name == "train" else ():
+                written.append(
+                    store_features(
+                        model,
+                        split,
+                        part,
+                        folder,
+                        transform=data.transform,
+                        tokenizer=data.tokenizer,
+                        copy=copy,
+                        tell=tell,
+                    )
+                )
+    return written
 
 
 def check(cfg: DictConfig) -> list[Finding]:
@@ -175,11 +224,16 @@ def build_trainer(cfg: DictConfig, callbacks: list[Callback], io: CheckpointIO) 
     return trainer
 
 
-def description(cfg: DictConfig, data: RetrievalData) -> dict[str, Any]:
-    """What makes a checkpoint self-describing: version, resolved config and tokenizer, all plain data."""
+def description(cfg: DictConfig, data: RetrievalData, model: RetrievalModel) -> dict[str, Any]:
+    """What makes a checkpoint self-describing: version, resolved config and tokenizer, all plain data.
+
+    Of pretrained towers the architecture, not the files that their weights came from: config.yaml keeps those.
+    """
+    config: Any = OmegaConf.to_container(cfg, resolve=True)
+    config["model"] = self_contained(config["model"], model)
     return {
         "version": vlretrieval.__version__,
-        "config": OmegaConf.to_container(cfg, resolve=True),
+        "config": config,
         "tokenizer": data.tokenizer.to_dict(),
     }
 
@@ -210,7 +264,7 @@ def validation(cfg: DictConfig, data: RetrievalData) -> Validation:
             "many candidates are re-ranked, e.g. validation.settings.top_k=16"
         )
     split = data.split("val")
-    inputs = Inputs(settings.protocol.prepare(split), data.tokenizer, data.transform)
+    inputs = Inputs(settings.protocol.prepare(split), data.tokenizer, data.transform, features=data.features("val"))
 
     def measure(model: nn.Module, reranked: bool) -> tuple[Mapping[str, float], Evaluation]:
         asked = settings if reranked else replace(settings, top_k=0)

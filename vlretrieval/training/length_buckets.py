@@ -21,10 +21,11 @@ def encode_text(model: RetrievalModel, token_ids: Tensor, token_mask: Tensor, bu
     order, lengths = by_length(token_mask)
     for rows, length in split(order, lengths, buckets):
         part = model.encode_text(token_ids[rows, :length], token_mask[rows, :length])
-        parts.append((part.embedding, F.pad(part.tokens, (0, 0, 0, token_ids.shape[1] - length))))
-    embedding, tokens = (torch.cat(columns) for columns in zip(*parts, strict=True))
-    back = order.argsort()
-    return Encoded(embedding, tokens, token_mask[order]).index(back)
+        assert part.mask is not None
+        short = token_ids.shape[1] - length  # an encoder may have put tokens of its own in front
+        parts.append((part.embedding, F.pad(part.tokens, (0, 0, 0, short)), F.pad(part.mask, (0, short))))
+    embedding, tokens, mask = (torch.cat(columns) for columns in zip(*parts, strict=True))
+    return Encoded(embedding, tokens, mask).index(order.argsort())
 
 
 def match_pairs(

@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 FIXED = ("model", "tokenizer", "seed", "data.batch_size", "optimizer", "ema_decay", "freeze", "loss.momentum")
 FREE = (
     *("name", "output_dir", "resume", "progress_bar", "logger", "checkpoints", "validation", "heads"),
-    *("check", "pictures", "early_stopping", "sweep"),
+    *("check", "write_features", "pictures", "early_stopping", "sweep"),
 )
 
 

@@ -38,7 +38,7 @@ _PLACED = (
 
 @cache
 def phrase(thing: Thing, bare: bool = False) -> str:
-    """"一颗红色的小星星"、"两个圆"; bare leaves out 一 and its measure word: "红色的小星星"."""
+    """ "一颗红色的小星星"、"两个圆"; bare leaves out 一 and its measure word: "红色的小星星"."""
     noun, measure = _NOUNS[thing.shape]  # ANY = -1 is the last: 图形
     colour = f"{_COLOURS[thing.colour]}的" if thing.colour != ANY else ""
     size = _SIZES[thing.size] if thing.size != ANY else ""
@@ -47,7 +47,7 @@ def phrase(thing: Thing, bare: bool = False) -> str:
 
 
 def joined(phrases: list[str]) -> str:
-    """"甲"、"甲和乙"、"甲、乙和丙"."""
+    """ "甲"、"甲和乙"、"甲、乙和丙"."""
     return phrases[0] if len(phrases) == 1 else f"{'、'.join(phrases[:-1])}和{phrases[-1]}"
 
 

@@ -40,7 +40,7 @@ _PLACED = (
 
 @cache
 def phrase(thing: Thing, bare: bool = False) -> str:
-    """"a small red circle", "two stars"; bare leaves out the article: "small red circle"."""
+    """ "a small red circle", "two stars"; bare leaves out the article: "small red circle"."""
     noun = ("shape" if thing.shape == ANY else SHAPES[thing.shape]) if thing.quantity == 1 else (
         "shapes" if thing.shape == ANY else _PLURALS[thing.shape]
     )  # fmt: skip
@@ -55,7 +55,7 @@ def phrase(thing: Thing, bare: bool = False) -> str:
 
 
 def joined(phrases: list[str]) -> str:
-    """"a", "a and b", "a, b and c"."""
+    """ "a", "a and b", "a, b and c"."""
     return phrases[0] if len(phrases) == 1 else f"{', '.join(phrases[:-1])} and {phrases[-1]}"
 
 
