@@ -73,7 +73,9 @@ def tiny_config(text_to_image: int = 2, image_to_text: int = 2) -> dict[str, Any
     }
 
 
-def save_tiny_checkpoint(path: Path, change: Callable[[dict[str, Any]], None] | None = None, **heads: int) -> Path:
+def save_tiny_checkpoint(
+    path: Path, change: Callable[[dict[str, Any]], None] | None = None, tokenizer: Any = None, **heads: int
+) -> Path:
     """A checkpoint in training's format, with random weights; ``change`` may edit its config."""
     import torch
 
@@ -85,8 +87,9 @@ def save_tiny_checkpoint(path: Path, change: Callable[[dict[str, Any]], None] | 
         change(config)
     torch.manual_seed(0)
     model = build_model(config["model"])
-    context_length = config["model"]["text_encoder"]["context_length"]
-    tokenizer = BpeTokenizer(vocab_size=300, context_length=context_length).fit(CAPTIONS)
+    if tokenizer is None:
+        context_length = config["model"]["text_encoder"]["context_length"]
+        tokenizer = BpeTokenizer(vocab_size=300, context_length=context_length).fit(CAPTIONS)
     content = {
         "state_dict": {f"model.{name}": value for name, value in model.state_dict().items()},
         "global_step": 7,

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import CAPTIONS
+from conftest import CAPTIONS, save_tiny_checkpoint
 from PIL import Image
 
+import vlretrieval
 from vlretrieval.data.tokenizers import BpeTokenizer, ClipTokenizer, pad
+from vlretrieval.deploy.checkpoint import load_checkpoint
 from vlretrieval.deploy.export import export
 from vlretrieval.deploy.export_huggingface import OpenedClip, clip_refusal, write_clip_folder
 from vlretrieval.deploy.export_open_clip import (
@@ -162,7 +164,7 @@ def test_what_clip_model_cannot_hold_is_refused_with_the_reason_before_writing(
 
 
 def test_a_model_of_our_own_towers_is_no_open_clip_folder(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="holds open_clip's own towers, and the image encoder is a ImageEncoder"):
+    with pytest.raises(ValueError, match="holds open_clip's own towers, and the image tower is a ImageEncoder"):
         export(tiny_checkpoint, tmp_path / "out", format="open_clip")
     assert list(tmp_path.iterdir()) == []
 
@@ -170,9 +172,92 @@ def test_a_model_of_our_own_towers_is_no_open_clip_folder(tiny_checkpoint: Path,
 def test_a_model_of_our_own_towers_gets_a_huggingface_folder_with_our_loader(
     tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
-    import vlretrieval
-
     folder = export(tiny_checkpoint, tmp_path / "out", format="huggingface")
     config = json.loads((folder / "config.json").read_text())
     assert config["model_type"] == "vlretrieval" and "auto_map" not in config
     assert vlretrieval.load_model(folder).encode_texts(CAPTIONS).shape == (3, 8)
+
+
+def clip_config(config: dict[str, Any], depth: int = 0) -> None:
+    """Makes the config of a tiny checkpoint one whose towers are open_clip's."""
+    model, towers = config["model"], "vlretrieval.model.open_clip_towers"
+    architecture = tiny_parts().model_cfg
+    on_top = {"_target_": "vlretrieval.model.on_top.OnTop", "dim": 16, "depth": depth, "num_heads": 2}
+    pixels = {"mean": MEAN, "std": STD, "image_size": 32}
+    image = {"_target_": f"{towers}.OpenClipImageTower", "config": architecture} | pixels
+    text = {"_target_": f"{towers}.OpenClipTextTower", "config": architecture, "context_length": 20}
+    model["embed_dim"] = 16
+    model["image_encoder"] = on_top | {"base": image, "image_size": 32}
+    model["text_encoder"] = on_top | {"base": text}
+    config["data"]["resize"] = "crop"
+
+
+@pytest.fixture(scope="module")
+def clip_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of open_clip towers with cross-modal heads, whose projections are no identity any more."""
+    path = tmp_path_factory.mktemp("runs") / "clip" / "checkpoints" / "best.ckpt"
+    return save_clip_checkpoint(path)
+
+
+def save_clip_checkpoint(path: Path, depth: int = 0) -> Path:
+    save_tiny_checkpoint(path, lambda config: clip_config(config, depth), tokenizer=ClipTokenizer(20))
+    content = torch.load(path, weights_only=True)
+    for side in ("image", "text"):
+        weight = content["state_dict"][f"model.{side}_projection.weight"]
+        weight += 0.3 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(len(side)))
+    torch.save(content, path)
+    return path
+
+
+@pytest.mark.parametrize("format", ["open_clip", "huggingface"])
+@torch.no_grad()
+def test_a_checkpoint_of_open_clip_towers_leaves_as_their_librarys_own_folder(
+    clip_checkpoint: Path, tmp_path: Path, format: str
+) -> None:
+    pytest.importorskip("transformers")
+    if format == "open_clip":
+        with pytest.raises(ValueError, match="no place for cross-modal heads; set towers_only=true"):
+            export(clip_checkpoint, tmp_path / "out", format=format)
+    folder = export(clip_checkpoint, tmp_path / "out", format=format, towers_only=True)
+    source = load_checkpoint(clip_checkpoint).build()
+    opened = {"open_clip": OpenedOpenClip, "huggingface": OpenedClip}[format](folder)
+    pixels, ids, mask = inputs()
+    close = lambda ours, theirs: torch.testing.assert_close(ours.embedding, theirs.embedding, atol=1e-5, rtol=0)
+    close(opened.encode_image(pixels), source.encode_image(pixels))
+    close(opened.encode_text(ids, mask), source.encode_text(ids, mask))
+    torch.testing.assert_close(opened.logit_scale, source.logit_scale)
+    with pytest.raises(ValueError, match="is for another library; open it with (open_clip|transformers)"):
+        vlretrieval.load_model(folder)
+    assert ("open_clip" if format == "open_clip" else "CLIPModel") in (folder / "README.md").read_text()
+
+
+def test_attention_on_top_of_a_tower_has_no_place_in_open_clip(tmp_path: Path) -> None:
+    checkpoint = save_clip_checkpoint(tmp_path / "run" / "best.ckpt", depth=1)
+    with pytest.raises(ValueError, match="no place for the attention on top of the image tower"):
+        export(checkpoint, tmp_path / "out", format="open_clip", towers_only=True)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("format", ["onnx", pytest.param("torch", marks=pytest.mark.slow)])
+@torch.no_grad()
+def test_a_tiny_open_clip_model_with_heads_round_trips_as_graphs(
+    clip_checkpoint: Path, tmp_path: Path, format: str
+) -> None:
+    pytest.importorskip("onnxruntime")
+    folder = export(clip_checkpoint, tmp_path / "out", format=format)
+    source, exported = load_checkpoint(clip_checkpoint).build(), vlretrieval.load_model(folder, trust=True).model
+    draw = torch.Generator().manual_seed(1)
+    for batch in (1, 7, 64):
+        pixels = torch.randint(0, 256, (batch, 3, 32, 32), generator=draw, dtype=torch.uint8)
+        image = [model.encode_image(pixels) for model in (source, exported)]
+        torch.testing.assert_close(image[1].embedding, image[0].embedding, atol=1e-5, rtol=0)
+        for length in (5, 20):
+            ids = torch.randint(1, 49000, (batch, length), generator=draw)
+            mask = torch.arange(length) < torch.randint(2, length + 1, (batch, 1), generator=draw)
+            text = [model.encode_text(ids, mask) for model in (source, exported)]
+            torch.testing.assert_close(text[1].embedding, text[0].embedding, atol=1e-5, rtol=0)
+            logits = [
+                model.match_kept(model.keep_image(i), t)
+                for model, i, t in zip((source, exported), image, text, strict=True)
+            ]
+            torch.testing.assert_close(logits[1], logits[0], atol=1e-5, rtol=1e-5)

@@ -14,7 +14,8 @@ from vlretrieval.data.tokenizers import Tokenizer
 from vlretrieval.deploy.export_graphs import graphs_of
 from vlretrieval.deploy.export_huggingface import OpenedClip, clip_refusal, write_clip_folder
 from vlretrieval.deploy.export_onnx import check_installed, write_onnx
-from vlretrieval.deploy.export_open_clip import OpenClipParts, OpenedOpenClip, parts_of, write_open_clip_folder
+from vlretrieval.deploy.export_open_clip import OpenClipParts, OpenedOpenClip, write_open_clip_folder
+from vlretrieval.deploy.export_parts import parts_of
 from vlretrieval.deploy.export_precision import PRECISIONS, stored
 from vlretrieval.deploy.export_torch import write_torch
 from vlretrieval.deploy.graph_model import interface_of

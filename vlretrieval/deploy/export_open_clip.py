@@ -12,10 +12,8 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from vlretrieval.data.tokenizers import Tokenizer
 from vlretrieval.deploy.export_precision import stored
 from vlretrieval.model.crossmodal import Encoded
-from vlretrieval.model.retrieval_model import RetrievalModel
 
 CONFIG, WEIGHTS = "open_clip_config.json", "open_clip_model.safetensors"
 RESIZE = {"squash": "squash", "crop": "shortest", "pad": "longest"}  # our words for it, and open_clip's
@@ -34,20 +32,6 @@ class OpenClipParts:
     model_cfg: dict[str, Any]
     preprocess_cfg: dict[str, Any]
     state_dict: dict[str, Tensor]
-
-
-def parts_of(model: RetrievalModel, tokenizer: Tokenizer, preprocess: dict[str, Any]) -> OpenClipParts:
-    """A model of ours as open_clip describes it.
-
-    Raises:
-        ValueError: why it cannot: towers that are not open_clip's, cross-modal heads, another tokenizer.
-    """
-    for name, encoder in (("image", model.image_encoder), ("text", model.text_encoder)):
-        raise ValueError(
-            f"format=open_clip holds open_clip's own towers, and the {name} encoder is a {type(encoder).__name__}; "
-            "take format=folder, onnx, torch or huggingface"
-        )
-    raise AssertionError
 
 
 def write_open_clip_folder(
