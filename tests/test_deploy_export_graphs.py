@@ -141,12 +141,17 @@ def test_the_cut_of_the_first_layer_equals_the_head_as_a_whole(checkpoints: dict
     torch.testing.assert_close(ours, theirs)
 
 
+@pytest.fixture(scope="module")
+def tiny_onnx(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return export(tiny_checkpoint, tmp_path_factory.mktemp("exports") / "onnx", format="onnx")
+
+
 def test_an_onnx_export_is_opened_searched_and_evaluated_like_any_other(
-    tiny_checkpoint: Path, tmp_path: Path, photos: Path, run_command: Callable[..., tuple[int, str, str]]
+    tiny_onnx: Path, tiny_export: Path, photos: Path, run_command: Callable[..., tuple[int, str, str]]
 ) -> None:
-    folder = export(tiny_checkpoint, tmp_path / "onnx", format="onnx")
+    folder = tiny_onnx
     assert {path.name for path in folder.iterdir()} >= {"image.onnx", "text.onnx", "keep.onnx", "scorer.onnx"}
-    ours, theirs = vlretrieval.load_model(folder), vlretrieval.load_model(export(tiny_checkpoint, tmp_path / "folder"))
+    ours, theirs = vlretrieval.load_model(folder), vlretrieval.load_model(tiny_export)
     files = find_images(photos)
     torch.testing.assert_close(ours.match(files, CAPTIONS), theirs.match(files, CAPTIONS), atol=1e-5, rtol=1e-5)
     hits = [search_images(model, "a red circle", read_gallery(model, files), top=5) for model in (ours, theirs)]
@@ -157,9 +162,9 @@ def test_an_onnx_export_is_opened_searched_and_evaluated_like_any_other(
 
 
 def test_a_torch_export_is_opened_only_by_those_who_say_that_they_trust_it(
-    tiny_checkpoint: Path, tmp_path: Path
+    dual_checkpoint: Path, tmp_path: Path
 ) -> None:
-    folder = export(tiny_checkpoint, tmp_path / "made", format="torch")
+    folder = export(dual_checkpoint, tmp_path / "made", format="torch")
     with pytest.raises(ValueError, match="runs code that lies in them.*trust=True"):
         vlretrieval.load_model(folder)
     assert vlretrieval.load_model(folder, trust=True).encode_texts(CAPTIONS).shape == (3, 8)
@@ -212,9 +217,8 @@ def test_8_bits_are_a_third_of_the_bytes_and_keep_the_direction(tmp_path: Path) 
     assert {path.suffix for path in folder.iterdir()} == {".onnx", ".json", ".md"}, "no file of a step between is left"
 
 
-def test_graphs_carry_no_path_of_the_machine_that_made_them(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    folder = export(tiny_checkpoint, tmp_path / "made", format="onnx")
-    for path in folder.glob("*.onnx"):
+def test_graphs_carry_no_path_of_the_machine_that_made_them(tiny_onnx: Path) -> None:
+    for path in tiny_onnx.glob("*.onnx"):
         assert str(Path(vlretrieval.__file__).parent).encode() not in path.read_bytes()
 
 

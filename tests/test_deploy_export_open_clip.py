@@ -175,6 +175,7 @@ def test_a_model_of_our_own_towers_gets_a_huggingface_folder_with_our_loader(
     folder = export(tiny_checkpoint, tmp_path / "out", format="huggingface")
     config = json.loads((folder / "config.json").read_text())
     assert config["model_type"] == "vlretrieval" and "auto_map" not in config
+    assert "the image tower is a ImageEncoder" in config["not_a_clip_model"]
     assert vlretrieval.load_model(folder).encode_texts(CAPTIONS).shape == (3, 8)
 
 

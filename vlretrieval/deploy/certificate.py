@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -92,7 +93,7 @@ def embedding_difference(source: Tensor, exported: Tensor) -> dict[str, float]:
 @torch.inference_mode()
 def parity(source: Any, exported: Any, pairs: Pairs) -> list[dict[str, Any]]:
     """One row for each thing compared: images, texts and matching logits, at two batch sizes and two lengths."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     for batch in (1, min(LARGER, len(pairs))):
         pixels = pairs.pixels[:batch]
         theirs = [model.encode_image(pixels) for model in (source, exported)]
@@ -101,7 +102,7 @@ def parity(source: Any, exported: Any, pairs: Pairs) -> list[dict[str, Any]]:
         for longest in (False, True):
             ids, mask = pairs.texts(batch, longest)
             texts = [model.encode_text(ids, mask) for model in (source, exported)]
-            size = {"batch": batch, "length": ids.shape[1]}
+            size: dict[str, Any] = {"batch": batch, "length": ids.shape[1]}
             rows.append({"what": "texts"} | size | embedding_difference(texts[0].embedding, texts[1].embedding))
             if source.crossmodal is not None:
                 logits = [
@@ -147,12 +148,12 @@ def speed(source: Any, exported: Any, pairs: Pairs, rounds: int = ROUNDS) -> dic
     # With one thread its own time, which tells the same on a machine in use.
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     works: dict[str, list[Callable[[], Any]]] = {
-        "images": [lambda model=model: model.encode_image(pixels) for model in (source, exported)],
-        "texts": [lambda model=model: model.encode_text(*text_input) for model in (source, exported)],
+        "images": [partial(model.encode_image, pixels) for model in (source, exported)],
+        "texts": [partial(model.encode_text, *text_input) for model in (source, exported)],
     }
     if source.crossmodal is not None:
         works["matches"] = [_reranking(model, pairs) for model in (source, exported)]
-    found = {}
+    found: dict[str, Any] = {}
     for name, sides in works.items():
         seconds: list[list[float]] = [[], []]
         for number in range(rounds + 2):
@@ -267,7 +268,7 @@ def inputs_hash(preprocess: dict[str, Any], tokenizer: Tokenizer) -> dict[str, A
 
 def line(certificate: dict[str, Any]) -> str:
     """The certificate in one line for people."""
-    worst = {}
+    worst: dict[str, tuple[str, list[float]]] = {}
     for row in certificate["parity"]:
         key = "mean_cosine" if certificate["precision"] == "int8" and "mean_cosine" in row else "max_rel"
         worst.setdefault(row["what"], (key, []))[1].append(row[key])

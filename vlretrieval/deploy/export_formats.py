@@ -130,20 +130,23 @@ def open_clip_parts(ready: Ready) -> OpenClipParts:
 
 def write_huggingface(folder: Path, ready: Ready) -> str:
     """A CLIPModel where the architecture is CLIP's, else our own folder, which needs no remote code either."""
-    parts = clip_parts(ready)
+    parts, reason = clip_parts(ready)
     if parts is not None:
         write_clip_folder(folder, parts, ready.tokenizer, ready.precision)
         return "clip"
-    return write_folder(folder, ready, model_type="vlretrieval", architectures=["RetrievalModel"])
+    return write_folder(
+        folder, ready, model_type="vlretrieval", architectures=["RetrievalModel"], not_a_clip_model=reason
+    )
 
 
-def clip_parts(ready: Ready) -> OpenClipParts | None:
-    """The parts of a model that transformers' CLIPModel can hold, or None."""
+def clip_parts(ready: Ready) -> tuple[OpenClipParts | None, str]:
+    """The parts of a model that transformers' CLIPModel can hold; or None, and why not."""
     try:
         parts = open_clip_parts(ready)
-    except ValueError:
-        return None
-    return None if clip_refusal(parts, ready.tokenizer) else parts
+    except ValueError as error:
+        return None, str(error).removeprefix("format=open_clip: ")
+    reason = clip_refusal(parts, ready.tokenizer)
+    return (None, reason) if reason else (parts, "")
 
 
 def nothing_to_check(ready: Ready) -> None:
@@ -151,7 +154,7 @@ def nothing_to_check(ready: Ready) -> None:
 
 
 def check_huggingface(ready: Ready) -> None:
-    if clip_parts(ready) is not None and importlib.util.find_spec("transformers") is None:
+    if clip_parts(ready)[0] is not None and importlib.util.find_spec("transformers") is None:
         raise ValueError("format=huggingface needs transformers; run: pip install 'vlretrieval[huggingface]'")
 
 

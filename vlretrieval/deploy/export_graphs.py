@@ -11,15 +11,17 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from vlretrieval.model.attention import KeyValue, Rotate
+from vlretrieval.model.attention import KeyValue, MultiHeadAttention, Rotate
 from vlretrieval.model.crossmodal import CrossModal, CrossModalHead, Encoded
 from vlretrieval.model.retrieval_model import RetrievalModel
 from vlretrieval.model.transformer import Block, pool_tokens
 
+M = TypeVar("M", bound=nn.Module)
 Axes = dict[int, str]  # axis -> name of the dimension that varies
 
 
@@ -73,10 +75,14 @@ class KeepGraph(nn.Module):
 
     def __init__(self, head: CrossModalHead):
         super().__init__()
-        self.head = head
+        self.context_norm = head.context_norm
+        # A program holds all weights of its module, used or not: those of the queries stay behind.
+        self.crossings = nn.ModuleList(without(crossing(block), "q", "q_norm", "out") for block in head.blocks)
 
     def forward(self, image_tokens: Tensor) -> tuple[Tensor, ...]:
-        return tuple(part for kept in self.head.keep(image_tokens) for part in (kept.key, kept.value))
+        context = self.context_norm(image_tokens)
+        kept = [cross.project_context(context) for cross in self.crossings]  # type: ignore[operator]
+        return tuple(part for one in kept for part in (one.key, one.value))
 
 
 class ScorerGraph(nn.Module):
@@ -88,7 +94,13 @@ class ScorerGraph(nn.Module):
 
     def __init__(self, heads: CrossModal):
         super().__init__()
-        self.heads = heads
+        self.heads = without(heads)
+        head = heads.text_to_image
+        if head is not None:  # what projects the pictures is in the graph "keep"
+            self.heads.text_to_image = without(head, "context_norm")
+            self.heads.text_to_image.blocks = nn.ModuleList(without(block) for block in head.blocks)
+            for block in self.heads.text_to_image.blocks:
+                block.cross = without(crossing(block), "kv", "k_norm")
 
     def forward(self, text_tokens: Tensor, text_mask: Tensor, *kept: Tensor) -> Tensor:
         texts, pictures = kept[0].shape[:2]
@@ -124,7 +136,9 @@ def text_to_image(
     assert isinstance(first, Block)
     one = 1 if head.pool == "first" else None
     x = spread(self_attended(first, text, mask, rotate, None if others else one), pictures)
-    x = without_self_attention(first)(x, context=context[0])
+    rest = without(first, "attention")
+    rest.attention = None
+    x = rest(x, context=context[0])
     mask = spread(mask, pictures)
     for block, kept in zip(others, context[1:], strict=True):
         last = block is others[-1]
@@ -143,11 +157,16 @@ def self_attended(block: Block, x: Tensor, mask: Tensor, rotate: Rotate | None, 
     return rows + block.attention(normed[:, :first], normed, key_mask=mask, rotate=rotate)
 
 
-def without_self_attention(block: Block) -> Block:
-    """The rest of a block: the same weights, its self-attention left out."""
-    rest = copy.copy(block)
-    rest.__dict__["_modules"] = {name: part for name, part in block._modules.items() if name != "attention"}
-    rest.attention = None
+def crossing(block: nn.Module) -> MultiHeadAttention:
+    """The cross-attention of a block of cross-modal heads."""
+    assert isinstance(block, Block) and block.cross is not None
+    return block.cross
+
+
+def without(module: M, *parts: str) -> M:
+    """The module with the same weights, but for some of its parts; what it is a copy of keeps them."""
+    rest = copy.copy(module)
+    rest.__dict__["_modules"] = {name: part for name, part in module._modules.items() if name not in parts}
     return rest
 
 

@@ -19,8 +19,16 @@ def write_torch(folder: Path, graphs: Sequence[Graph], context_length: int, prec
         program = traced(graph, context_length)
         if precision in HALF:
             store_half(program, HALF[precision])
+        forget_sources(program)
         with quiet():
             torch.export.save(program, folder / f"{graph.name}.pt2")
+
+
+def forget_sources(program: torch.export.ExportedProgram) -> None:
+    """Drop the lines and paths of source code at every node: they tell of the machine, and outweigh a small graph."""
+    for node in program.graph_module.graph.nodes:
+        for name in ("stack_trace", "nn_module_stack", "source_fn_stack", "from_node"):
+            node.meta.pop(name, None)
 
 
 def store_half(program: torch.export.ExportedProgram, dtype: torch.dtype) -> None:

@@ -98,7 +98,7 @@ def interface_of(model: nn.Module) -> dict[str, Any]:
     heads: Any = model.crossmodal
     return {
         "embed_dim": model.embed_dim,
-        "logit_scale": float(model.logit_scale.detach()),  # type: ignore[operator, union-attr]
+        "logit_scale": float(model.logit_scale.detach()),  # type: ignore[operator]
         "keeps_tokens": heads is not None and (heads.image_to_text is not None or heads.joint is not None),
     }
 
