@@ -198,7 +198,9 @@ def test_16_bits_are_half_the_bytes_and_the_certificate_tells_what_they_cost(
     assert vlretrieval.load_model(half, trust=True).encode_texts(CAPTIONS).dtype == torch.float32
 
 
-def test_8_bits_are_a_third_of_the_bytes_and_keep_the_direction(tmp_path: Path) -> None:
+def test_8_bits_are_a_third_of_the_bytes_and_keep_the_direction(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     def wider(config: dict[str, Any]) -> None:
         for tower in ("image_encoder", "text_encoder"):
             config["model"][tower] |= {"dim": 128, "depth": 2}
@@ -210,6 +212,7 @@ def test_8_bits_are_a_third_of_the_bytes_and_keep_the_direction(tmp_path: Path) 
         format="onnx",
         precision="int8",
     )
+    assert not caplog.records, "no library speaks to the user"
     certificate = read_json(folder / "certificate.json")
     assert min(row["mean_cosine"] for row in certificate["parity"]) >= 0.999
     assert certificate["size"]["ratio"] <= 0.3

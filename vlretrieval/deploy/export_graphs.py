@@ -273,8 +273,9 @@ def traced(graph: Graph, context_length: int) -> torch.export.ExportedProgram:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """The tracer's own log lines speak to its developers."""
-    loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch._dynamo", "torch.export", "onnxscript")]
+    """The tracer's and the quantizer's own log lines speak to their developers."""
+    names = ("torch.onnx", "torch._dynamo", "torch.export", "onnxscript", None)  # None: the root, as quantizing uses it
+    loggers = [logging.getLogger(name) for name in names]
     before = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.ERROR)

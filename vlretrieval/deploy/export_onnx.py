@@ -83,14 +83,15 @@ def quantize(path: Path) -> None:
     folded = path.with_name(f"{path.name}.folded")
     try:
         fold_constants(path, folded)
-        quantize_dynamic(
-            folded,
-            path,
-            op_types_to_quantize=["MatMul", "Gemm", "Gather"],
-            per_channel=True,
-            weight_type=QuantType.QUInt8,
-            extra_options={"MatMulConstBOnly": True},
-        )
+        with quiet():
+            quantize_dynamic(
+                folded,
+                path,
+                op_types_to_quantize=["MatMul", "Gemm", "Gather"],
+                per_channel=True,
+                weight_type=QuantType.QUInt8,
+                extra_options={"MatMulConstBOnly": True},
+            )
     finally:
         folded.unlink(missing_ok=True)
 
