@@ -91,7 +91,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--output", type=Path, default=Path("runs/study"))
     parser.add_argument("--list", action="store_true")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     if args.list or not args.study:
         for name, study in STUDIES.items():
             print(f"{name:<11} {study.title}: {', '.join(study.variants)}")

@@ -31,17 +31,20 @@ MAY_IMPORT = {
 FLOORS = [
     "positions attention",
     "transformer seeding",
-    "encoders",
-    "pretrained crossmodal",
+    "encoders lora",
+    "timm_tower hugging_face_tower open_clip_towers crossmodal",
+    "on_top",
     "retrieval_model",
     "costs",
+    "measured_costs",
     "hints",
 ]
 # Slow or optional libraries, and the one file (or room, with a slash) that may import each at module level.
 OWNERS = {
-    "open_clip": ["model/pretrained.py"],
-    "timm": ["model/pretrained.py"],
-    "transformers": ["model/pretrained.py"],
+    "open_clip": [],
+    "timm": [],
+    "transformers": [],
+    "peft": [],
     "tokenizers": [],
     "datasets": [],
     "webdataset": ["data/shards.py"],
