@@ -95,8 +95,7 @@ def flat(kept: Kept, kind: str) -> Array:
 
 def unflat(rows: Array, shapes: Sequence[Sequence[int]], device: torch.device) -> Kept:
     """The inverse of :func:`flat`, in float32."""
-    # a copy: what is mapped may not be written, and torch warns of that
-    values = torch.from_numpy(np.array(rows, dtype=np.float32)).to(device)
+    values = torch.from_numpy(np.require(rows, np.float32, "CW")).to(device)  # W: torch warns of what is only mapped
     sizes = [int(np.prod(shape)) for shape in shapes]
     parts = [part.view(len(values), *shape) for part, shape in zip(values.split(sizes, dim=1), shapes, strict=True)]
     tokens = parts.pop() if len(parts) % 2 else None
