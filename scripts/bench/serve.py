@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import random
 import re
@@ -41,7 +42,8 @@ async def fetch(port: int, target: str, body: bytes | None = None) -> tuple[int,
         if body is not None:
             head += f"Content-Length: {len(body)}\r\n"
         writer.write(head.encode() + b"\r\n" + (body or b""))
-        await writer.drain()
+        with contextlib.suppress(ConnectionError):  # refused before all was sent: there is an answer all the same
+            await writer.drain()
         answer = await reader.read()
     finally:
         writer.close()

@@ -41,6 +41,7 @@ HEADERS = {
     "Cache-Control": "no-store",
 }
 LONGEST_TEXT = 2000  # characters
+READ_AWAY = 8  # times as many bytes as may be uploaded
 MOST = 200  # results of a request, and the longest shortlist
 
 
@@ -206,18 +207,27 @@ def as_json(data: Any, status: int = 200) -> Any:
 
 
 async def body_of(request: Any, most: int) -> bytes:
-    """The body of a request, not read beyond ``most`` bytes."""
+    """The body of a request, not held beyond ``most`` bytes.
+
+    What is a little too large is read to its end and thrown away: a client that is cut off while it still sends sees
+    a broken connection, and not the answer.
+    """
     from fastapi import HTTPException
 
-    too_large = HTTPException(413, f"the picture's file is larger than {most} bytes")
     told = request.headers.get("content-length", "")
-    if told.isdigit() and int(told) > most:
-        raise too_large
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > most:
-            raise too_large
+    too_large, body, read = told.isdigit() and int(told) > most, bytearray(), 0
+    if not told.isdigit() or int(told) <= READ_AWAY * most:
+        async for chunk in request.stream():
+            read += len(chunk)
+            too_large = too_large or read > most
+            if read > READ_AWAY * most:
+                break
+            if too_large:
+                body.clear()
+            else:
+                body += chunk
+    if too_large:
+        raise HTTPException(413, f"the picture's file is larger than {most} bytes")
     if not body:
         raise HTTPException(422, "the picture cannot be used: empty, 0 bytes")
     return bytes(body)
