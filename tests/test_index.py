@@ -6,6 +6,9 @@ import json
 import os
 import random
 import shutil
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -289,6 +292,49 @@ def test_an_approximate_index_finds_nearly_all_and_is_refused_when_stale(
     make(images, tmp_path / "index")
     with pytest.raises(ValueError, match="is stale: pictures came or went"):
         Index.open(tmp_path / "index", nearest=kind)
+
+
+def test_beyond_a_graph_faiss_quantises_and_the_order_is_still_exact(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("faiss", reason="faiss is an extra")
+    from vlretrieval.deploy.index.nearest import open_approximate, write_approximate
+
+    monkeypatch.setattr("vlretrieval.deploy.index.nearest.GRAPH_UP_TO", 100)
+    rng = np.random.default_rng(0)
+    middles = rng.standard_normal((20, 16))
+    rows = middles[rng.integers(0, 20, 3000)] + 0.3 * rng.standard_normal((3000, 16))
+    rows = (rows / np.linalg.norm(rows, axis=1, keepdims=True)).astype(np.float16)
+    exact = Exact(rows, None, np.arange(1, 3000))
+    write_approximate(tmp_path, exact, "faiss", {"rows": 3000})
+    near = open_approximate(tmp_path, exact, "faiss", {"rows": 3000})
+    assert (tmp_path / "faiss.index").stat().st_size < 3000 * (8 + 8) + 40_000  # 8 bytes a row and its id
+    queries = rows[:20].astype(np.float32)
+    (expected, scores), (found, near_scores) = exact(queries, 10), near(queries, 10)
+    shared = [len(set(one) & set(other)) for one, other in zip(expected.tolist(), found.tolist(), strict=True)]
+    assert np.mean(shared) >= 5
+    assert (np.diff(near_scores, axis=1) <= 0).all() and (near_scores <= scores + 1e-6).all()
+    assert 0 not in found
+
+
+@pytest.mark.slow
+def test_a_process_that_is_really_killed_and_two_that_share_the_work(tiny_export: Path, tmp_path: Path) -> None:
+    images = draw(tmp_path / "images", range(600))
+    words = [f"model={tiny_export}", f"images={images}", "batch_size=4", "device=cpu"]
+    command = [sys.executable, "-m", "vlretrieval.commands.index", *words]
+    subprocess.run([*command, f"output={tmp_path}/whole"], check=True)
+    for _ in range(3):
+        process = subprocess.Popen([*command, f"output={tmp_path}/killed"])
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "killed" / LOG).exists() and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(random.Random(0).random())
+        process.kill()
+        process.wait()
+    subprocess.run([*command, f"output={tmp_path}/killed"], check=True)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    subprocess.run([*launcher, "-m", *command[2:], f"output={tmp_path}/two"], check=True)
+    assert content(tmp_path / "killed") == content(tmp_path / "two") == content(tmp_path / "whole")
 
 
 def test_what_is_stale_damaged_or_no_index_is_refused_by_name(

@@ -101,7 +101,9 @@ def html_sheet(index: Index, answers: list[Answer]) -> str:
 
 
 def figure(index: Index, hit: Hit) -> str:
-    scores = f"cosine {hit.cosine:.3f}" + ("" if hit.match is None else f", match {hit.match:.2f}, was {hit.place}")
+    scores = f"cosine {hit.cosine:.3f}" + (
+        "" if hit.match is None else f", match {hit.match:.2f}, {hit.place} by cosine"
+    )
     return f"<figure>{picture(index, hit.id)}{html.escape(hit.id)}<br>{scores}</figure>"
 
 

@@ -95,7 +95,9 @@ def flat(kept: Kept, kind: str) -> Array:
 
 def unflat(rows: Array, shapes: Sequence[Sequence[int]], device: torch.device) -> Kept:
     """The inverse of :func:`flat`, in float32."""
-    values = torch.from_numpy(np.require(rows, np.float32, "CW")).to(device)  # W: torch warns of what is only mapped
+    values = torch.from_numpy(np.require(rows, np.float32, ["C", "W"])).to(
+        device
+    )  # W: torch warns of what is only mapped
     sizes = [int(np.prod(shape)) for shape in shapes]
     parts = [part.view(len(values), *shape) for part, shape in zip(values.split(sizes, dim=1), shapes, strict=True)]
     tokens = parts.pop() if len(parts) % 2 else None

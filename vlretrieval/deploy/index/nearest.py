@@ -18,8 +18,9 @@ Floats = npt.NDArray[np.float32]
 
 BLOCK = 1 << 16  # rows turned to float32 at a time
 HELD_BYTES = 1 << 30  # of float32 rows that stay in memory
+GRAPH_UP_TO = 100_000  # rows of which faiss makes a graph; of more, quantised lists
 KINDS = ("exact", "faiss", "usearch")
-ABOUT = "approximate.json"
+ABOUT = "{kind}.json"  # beside {kind}.index: what it was made of
 SPARE = 2  # times as many candidates as are wanted, since the order of a quantised index is not the exact one
 
 
@@ -123,26 +124,27 @@ def write_approximate(folder: Path, exact: Exact, kind: str, made_of: dict[str, 
         for start in range(0, len(exact.live), BLOCK):
             index.add(exact.live[start : start + BLOCK], exact._block(start, start + BLOCK))
         index.save(str(part))
-    (folder / ABOUT).unlink(missing_ok=True)
+    said = folder / ABOUT.format(kind=kind)
+    said.unlink(missing_ok=True)  # first: an index without it is not taken
     os.replace(part, path)
-    about_part = folder / f"{ABOUT}.part"
-    about_part.write_text(json.dumps(made_of))
-    os.replace(about_part, folder / ABOUT)
+    said_part = said.with_name(f"{said.name}.part")
+    said_part.write_text(json.dumps(made_of))
+    os.replace(said_part, said)
     return path
 
 
 def faiss_index(faiss: Any, exact: Exact) -> Any:
     count, width = len(exact.live), exact.rows.shape[1]
-    if count <= 100_000:
+    if count <= GRAPH_UP_TO:
         inner = faiss.IndexHNSWFlat(width, 32, faiss.METRIC_INNER_PRODUCT)
         inner.hnsw.efConstruction = 200
+        index = faiss.IndexIDMap(inner)
     else:
-        lists = int(4 * count**0.5)
+        lists = max(1, min(int(4 * count**0.5), count // 39))  # faiss wants 39 rows to train each
         bytes_each = next(m for m in (64, 48, 32, 16, 8, 4, 2, 1) if width % m == 0 and m <= width // 2)
-        inner = faiss.index_factory(width, f"IVF{lists},PQ{bytes_each}", faiss.METRIC_INNER_PRODUCT)
+        index = faiss.index_factory(width, f"IVF{lists},PQ{bytes_each}", faiss.METRIC_INNER_PRODUCT)
         sample = np.random.default_rng(0).choice(count, min(count, 64 * lists), replace=False)
-        inner.train(restored_rows(exact, np.sort(sample)))
-    index = faiss.IndexIDMap2(inner)
+        index.train(restored_rows(exact, np.sort(sample)))
     for start in range(0, count, BLOCK):
         index.add_with_ids(exact._block(start, start + BLOCK), exact.live[start : start + BLOCK])
     return index
@@ -161,14 +163,15 @@ def open_approximate(folder: Path, exact: Exact, kind: str, expected: dict[str, 
     """
     path = folder / f"{kind}.index"
     way_out = f"make it with vlretrieval-index ... nearest={kind}, or search with nearest=exact"
-    if not path.is_file() or not (folder / ABOUT).is_file():
+    said = folder / ABOUT.format(kind=kind)
+    if not path.is_file() or not said.is_file():
         raise ValueError(f"{folder} has no {kind} index; {way_out}")
-    if json.loads((folder / ABOUT).read_text()) != expected:
+    if json.loads(said.read_text()) != expected:
         raise ValueError(f"{path} is stale: pictures came or went since it was made; {way_out}")
     if kind == "faiss":
         faiss = library("faiss", "faiss-cpu")
         index = faiss.read_index(str(path))
-        inner = faiss.downcast_index(index.index)
+        inner = faiss.downcast_index(index.index) if hasattr(index, "index") else index
         if hasattr(inner, "hnsw"):
             inner.hnsw.efSearch = 256
         elif hasattr(inner, "nprobe"):

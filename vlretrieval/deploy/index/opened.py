@@ -85,7 +85,8 @@ class Index:
             expected = about(commit.rows, commit.log_bytes, nearest)
             self.nearest = open_approximate(folder, self.exact, nearest, expected)
         self._kept = map_rows(folder, commit, KEPT) if commit.made.kept_values else None
-        self._images, self._source = images or commit.sources.get("images"), None
+        self._images: str | None = images or commit.sources.get("images")
+        self._source: Source | None = None
 
     @staticmethod
     def open(

@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
@@ -99,7 +100,7 @@ def make_app(
         title="vlretrieval", description=__doc__, docs_url=None, redoc_url=None, lifespan=lifespan, version="1"
     )
     hosts = None if loopback is None else {"localhost", "127.0.0.1", "::1", loopback}
-    app.add_middleware(Guard, metrics=metrics, token=token, hosts=hosts)  # type: ignore[arg-type]
+    app.add_middleware(Guard, metrics=metrics, token=token, hosts=hosts)
 
     async def answer(key: tuple, payload: Any) -> Any:
         try:
@@ -238,11 +239,11 @@ def work(index: Index, limits: Limits, key: tuple, payloads: Sequence[Any]) -> S
     if key[0] == "text":
         return index.search_texts(list(payloads), top=key[1], top_k=key[2])
     if key[0] == "image":
-        opened = [one_or_error(lambda b=body: open_image(b, max_pixels=limits.upload_pixels)) for body in payloads]
+        opened = [one_or_error(partial(open_image, body, max_pixels=limits.upload_pixels)) for body in payloads]
         good = [image for image in opened if not isinstance(image, Exception)]
         found = iter(index.search_images(good, top=key[1]) if good else [])
         return [image if isinstance(image, Exception) else next(found) for image in opened]
-    return [one_or_error(lambda p=pair: attention_of(index, *p)) for pair in payloads]
+    return [one_or_error(partial(attention_of, index, *pair)) for pair in payloads]
 
 
 def one_or_error(call: Callable[[], Any]) -> Any:
