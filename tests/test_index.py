@@ -468,6 +468,14 @@ def test_what_is_wrong_is_one_line(
     assert status == 2 and out == "" and len(err.splitlines()) == 1 and said in err
 
 
+def test_a_word_that_is_no_key_and_no_flags_value_is_the_text() -> None:
+    from vlretrieval.commands.launch import with_key
+
+    words = ["index=x", "two dogs", "--config-dir", "folder", "-m", "~top"]
+    assert with_key(words, "text") == ["index=x", "text=two dogs", "--config-dir", "folder", "-m", "~top"]
+    assert with_key(words, None) == words
+
+
 def test_the_index_is_part_of_the_package() -> None:
     assert vlretrieval.Index is Index
     with pytest.raises(AttributeError, match="no attribute 'Indx'"):

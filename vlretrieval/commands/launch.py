@@ -90,7 +90,7 @@ def command(
                 environment("HYDRA_FULL_ERROR", "1"),
                 arguments([program, *flags_first(words)]),
             ):
-                check_flags(words)
+                check_flags(sys.argv[1:])
                 log_to_console(process_rank())
                 try:
                     # Hydra prints errors in its own way and exits, unless the variable is set.
