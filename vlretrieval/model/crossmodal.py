@@ -296,8 +296,12 @@ class CrossModal(nn.Module):
         )
 
     def forward(self, image: Kept, text: Encoded) -> Tensor:
-        """(C pictures, B texts), each picture with its B / C consecutive texts -> (B,) float32 matching logits."""
-        if len(text) % len(image):
+        """(C pictures, B texts), each picture with its B / C consecutive texts -> (B,) float32 matching logits.
+
+        With more pictures than texts each text meets its C / B consecutive pictures, and (C,) logits come out: what the
+        text alone decides (its first self-attention, its keys and values) is computed once, not once a picture.
+        """
+        if len(text) % len(image) and len(image) % len(text):
             raise ValueError(f"{len(text)} texts cannot be shared out evenly to {len(image)} pictures")
         logits = []
         if self.text_to_image is not None:
@@ -306,5 +310,8 @@ class CrossModal(nn.Module):
             kept_text = self.image_to_text.keep(text.tokens)
             logits.append(self.image_to_text(image.tokens, image.mask, kept_text, text.mask))
         if self.joint is not None and image.tokens is not None:
+            if len(text) < len(image):  # one stream over both: nothing of a text is its own
+                rows = torch.arange(len(text), device=text.tokens.device)
+                text = text.index(rows.repeat_interleave(len(image) // len(text)))
             logits.append(self.joint(image.tokens, image.mask, text.tokens, text.mask))
         return torch.stack(logits).sum(0)
