@@ -31,8 +31,8 @@ MEANINGS = {
     "resting": "share of the weight on the first, the last and separating tokens (for pictures: the class token)",
     "column": "share of all queries' weight on the one key that gets most",
     "position": "how far the maps are explained by place alone: 0 by content only, 1 by place only",
-    "grounding": "share of the weight on the patches of the thing that a word names (or, for image-to-text heads, on the "
-    "words that name what a patch shows); in brackets as a multiple of chance, an even spread",
+    "grounding": "share of the weight on the patches of the thing that a word names (or, for image-to-text heads, on "
+    "the words that name what a patch shows); in brackets as a multiple of chance, an even spread",
     "pointing": "how often the patch (or word) with the most weight is one of these",
     "drop": "points of recall that closing this head alone loses, with the 95 % interval of the difference on the same "
     "queries; the pictures of the gallery are drawn",
@@ -84,7 +84,8 @@ def write_report(
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(title)}: {escape(first.name)}</title><style>{_asset('report.css')}</style></head><body>"
-        f'<a class="skip" href="#table-section">Go to the table</a><header><h1>{escape(title)}: {escape(first.name)}</h1>'
+        '<a class="skip" href="#table-section">Go to the table</a>'
+        f"<header><h1>{escape(title)}: {escape(first.name)}</h1>"
         f"<p class=soft>{escape(_about(first))}</p><nav>{links}</nav></header><main>{body}</main>"
         f'<script type="application/json" id="data">{_data(findings)}</script>'
         f"<script>{_asset('report.js')}</script></body></html>\n"
@@ -105,7 +106,8 @@ def _about(found: Findings) -> str:
     return (
         f"{found.parameters:,} parameters. Figures: {min(found.plan.pictures, found.split['images'])} pictures of the "
         f"{found.split['name']} split with a caption each; closures: {found.plan.ablation.pictures} pictures with "
-        f"{found.plan.ablation.captions} captions each, re-ranked to depth {found.plan.ablation.top_k}. Taken: {seconds}."
+        f"{found.plan.ablation.captions} captions each, re-ranked to depth {found.plan.ablation.top_k}. "
+        f"Taken: {seconds}."
     )
 
 
@@ -141,8 +143,8 @@ def _look(findings: Sequence[Findings]) -> str:
             )
     order = sorted(range(len(holders)), key=lambda at: "-to-" not in holders[at])  # cross-modal heads first
     return (
-        "<p>Choose a word: every head shows what it does with it. Bright is where the weight is (the brightest patch of "
-        "each map is its largest weight); a yellow frame is the thing that the word names. Choose a patch of the "
+        "<p>Choose a word: every head shows what it does with it. Bright is where the weight is (the brightest patch "
+        "of each map is its largest weight); a yellow frame is the thing that the word names. Choose a patch of the "
         "picture (click, or focus it and use the arrow keys; Escape lets go) to see what it looks at.</p>"
         f'<div class=chips id="examples">{choices}</div>'
         '<div class=look><div><canvas id="photo" width="250" height="250" tabindex="0" role="img" '
@@ -217,8 +219,8 @@ def _mean_maps(found: Findings) -> str:
             f"<div class=maps>{pictures}</div></details>"
         )
     return (
-        "<p>The mean over all pictures of a head's weights, by place of query (down) and key (across), counted from the "
-        "first token; dark is much. A clear pattern here is what place alone explains; what depends on content is "
+        "<p>The mean over all pictures of a head's weights, by place of query (down) and key (across), counted from "
+        "the first token; dark is much. A clear pattern here is what place alone explains; what depends on content is "
         "blurred.</p>" + "".join(parts)
     )
 
@@ -271,8 +273,8 @@ def _alike(found: Findings) -> str:
     if not found.alike:
         return ""
     parts = [
-        "<p>Maps: Jensen-Shannon divergence in bits, 0 the same map, 1 nothing in common. Outputs: CKA, 1 the same up to "
-        "a turn and a scale. Weights: cosine of what the weights do, 1 the same, 0 unrelated.</p>"
+        "<p>Maps: Jensen-Shannon divergence in bits, 0 the same map, 1 nothing in common. Outputs: CKA, 1 the same up "
+        "to a turn and a scale. Weights: cosine of what the weights do, 1 the same, 0 unrelated.</p>"
     ]
     for layer in found.alike.values():
         parts.append(f"<h3>{escape(layer.title)}</h3><div class=trio>{_matrices(layer)}</div>")
@@ -281,17 +283,16 @@ def _alike(found: Findings) -> str:
 
 def _matrices(layer: Diversity) -> str:
     made = []
-    for name, matrix, least, most in (
-        ("maps, bits apart", layer.maps, 0.0, 1.0),
-        ("outputs, CKA", layer.outputs, 0.0, 1.0),
-        ("weights, cosine", layer.weights, 0.0, 1.0),
+    for name, matrix in (
+        ("maps, bits apart", layer.maps),
+        ("outputs, CKA", layer.outputs),
+        ("weights, cosine", layer.weights),
     ):
         top = "".join(f'<th scope="col">{number + 1}</th>' for number in range(len(matrix)))
         rows = "".join(
             f'<tr><th scope="row">{number + 1}</th>'
             + "".join(
-                f'<td style="background:rgba(var(--heat),{0.55 * min(1.0, max(0.0, (value - least) / (most - least))):.2f})">'
-                f"{value:.2f}</td>"
+                f'<td style="background:rgba(var(--heat),{0.55 * min(1.0, max(0.0, value)):.2f})">{value:.2f}</td>'
                 for value in row
             )
             + "</tr>"
@@ -322,7 +323,8 @@ def _evolution(evolution: Sequence[tuple[int, Findings]]) -> str:
         lines = {name: line for name, line in lines.items() if line}
         if lines:
             parts.append(
-                f"<details{' open' if measure == 'grounding' else ''}><summary>{escape(layer.title)}: {measure}</summary>"
+                f"<details{' open' if measure == 'grounding' else ''}>"
+                f"<summary>{escape(layer.title)}: {measure}</summary>"
                 f"<div class=chart>{curves(lines, 'optimizer steps', measure)}</div></details>"
             )
     steps = "".join(f"<th>step {step}</th>" for step, _ in evolution)
@@ -361,8 +363,8 @@ def _beside(findings: Sequence[Findings]) -> str:
     group = "<th class=text>role</th><th>entropy</th><th>grounding</th><th>closing costs</th>"
     names = "".join(f'<th class=text colspan=4 scope="colgroup">{escape(found.name)}</th>' for found in (one, other))
     return (
-        f"<p>Head by head; the maps of both stand beside each other above. Recall with all heads open: {one.recall:.1f} % "
-        f"and {other.recall:.1f} %.</p><div class=scroll><table><thead><tr><td></td>{names}</tr>"
+        f"<p>Head by head; the maps of both stand beside each other above. Recall with all heads open: "
+        f"{one.recall:.1f} % and {other.recall:.1f} %.</p><div class=scroll><table><thead><tr><td></td>{names}</tr>"
         f"<tr><th class=text>head</th>{group * 2}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
     )
 
@@ -375,10 +377,11 @@ def _rule(found: Findings) -> str:
     )
     terms = "".join(f"<dt>{escape(name)}</dt><dd>{escape(meaning)}</dd>" for name, meaning in MEANINGS.items())
     return (
-        "<p>The first line that holds names a head. Thresholds are settings (rule.sink=0.6).</p><div class=scroll><table>"
-        "<thead><tr><th class=text>role</th><th class=text>it</th><th class=text>if</th></tr></thead>"
-        f"<tbody>{roles}</tbody></table></div><p class=soft>* one query, the start token, speaks for the whole caption: "
-        "grounding on all things that it names together.</p>"
+        "<p>The first line that holds names a head. Thresholds are settings (rule.sink=0.6).</p>"
+        "<div class=scroll><table><thead><tr><th class=text>role</th><th class=text>it</th>"
+        "<th class=text>if</th></tr></thead>"
+        f"<tbody>{roles}</tbody></table></div><p class=soft>* one query, the start token, speaks for the whole "
+        "caption: grounding on all things that it names together.</p>"
         f"<dl>{terms}</dl>"
     )
 
