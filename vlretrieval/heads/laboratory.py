@@ -41,7 +41,7 @@ class Ablation:
         by: what decides which head goes next, "gradient" (cheap) or "recall" (a measurement a head and step).
     """
 
-    pictures: int = 150
+    pictures: int = 120
     captions: int = 2
     top_k: int = 8
     k: int = 1
@@ -269,6 +269,14 @@ def verdict(found: Findings) -> list[str]:
             f"[{low:.2f}, {high:.2f}] lies on the {what}, {lift(layer, head):.1f} times chance "
             f"({layer.chance['grounding']:.2f}){beside}."
         )
+    aligning = [head for head, role in found.roles.items() if role == "aligning"]
+    if aligning:
+        named = [
+            f"{found.title((name, head))} ({found.layers[name].of('grounding', head):.2f} on what is named, "
+            f"{found.layers[name].of('others', head):.2f} on as much of the other things)"
+            for name, head in aligning
+        ]
+        lines.append(f"Aligning: {'; '.join(named)}.")
     single = [drop for drop in found.drops if drop.closure.scope == "head"]
     if single:
         k = found.plan.ablation.k

@@ -178,14 +178,15 @@ def bars(drops: Sequence[Drop], title: str, most: int = 40) -> Image.Image:
     heads = sorted((d for d in drops if d.closure.scope == "head"), key=lambda d: -d.final[0])
     rows = [d for d in drops if d.closure.scope != "head"] + heads
     rows = rows[:most]
-    marks = ticks(min(0.0, *(d.final[1] for d in rows)), max(0.1, *(d.final[2] for d in rows)))
+    lowest, highest = min(0.0, *(d.final[1] for d in rows)), max(0.1, *(d.final[2] for d in rows))
+    marks = [mark for mark in ticks(lowest, highest) if lowest <= mark <= highest]
     label, plot, high = 260, 460, 24
     canvas = Image.new("RGB", (label + plot + 170, 3 * GAP + TEXT + high * len(rows) + 2 * TEXT), "white")
     draw = ImageDraw.Draw(canvas)
     write(draw, (GAP, GAP), title, canvas.width - 2 * GAP)
 
     def x(value: float) -> float:
-        return label + plot * (value - marks[0]) / (marks[-1] - marks[0])
+        return label + plot * (value - lowest) / (highest - lowest)
 
     top = 2 * GAP + TEXT
     for mark in marks:

@@ -18,6 +18,7 @@ BoolArray = npt.NDArray[np.bool_]
 Box = tuple[float, float, float, float]
 
 COVERED = 0.25  # a patch belongs to a thing if so much of it, or of the thing, is common to both
+ARTICLE = re.compile(r"(?:an?|the)\s+", re.IGNORECASE)  # begins a phrase, and names nothing
 STOPS = re.compile(r"[^\w\s]+", re.UNICODE)  # what separates: commas, full stops
 
 
@@ -53,15 +54,16 @@ class Places(NamedTuple):
 def named_things(split: Split, caption: int) -> list[Named]:
     """The phrases of a caption that name things whose places are known; none for most data sets.
 
-    Drawn scenes know them exactly. Elsewhere a region's label that stands in the caption as words of its own names all
-    regions of that label.
+    Drawn scenes know them exactly; an article before them is no part of the name. Elsewhere a region's label that
+    stands in the caption as words of its own names all regions of that label.
     """
     regions = split.regions(int(split.caption_image[caption]))
     if not regions:
         return []
     if hasattr(split, "mentions"):
+        text = split.captions[caption]
         return [
-            Named(mention.start, mention.end, tuple(regions[number].box for number in mention.objects))
+            Named(_after_article(text, mention.start), mention.end, tuple(regions[o].box for o in mention.objects))
             for mention in split.mentions(caption)
         ]
     boxes: dict[str, list[Box]] = {}
@@ -75,6 +77,11 @@ def named_things(split: Split, caption: int) -> list[Named]:
         for label, of in boxes.items()
         for found in re.finditer(rf"(?<!\w){re.escape(label)}(?!\w)", text)
     ]
+
+
+def _after_article(text: str, start: int) -> int:
+    found = ARTICLE.match(text, start)
+    return found.end() if found else start
 
 
 def patches_of(boxes: Sequence[Box], grid: tuple[int, int], size: tuple[float, float]) -> BoolArray:

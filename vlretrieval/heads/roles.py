@@ -22,9 +22,11 @@ class Rule:
     """The first line that holds names the head.
 
     Args:
-        aligning: cross-modal; its weight on the named thing is so many times that of an even spread, and
+        aligning: cross-modal; the odds of its weight on the named thing are so many times those of an even spread
+            (odds, since a share of 0.4 cannot be three times as large), and
         contrast: so many times what it gives as much of the picture's other known things (left out if there are none).
-        sink: share of the weight on first, last and separating tokens together, or on the one busiest key.
+        sink: share of the weight on first, last and separating tokens together; of self-attention also on the one
+            busiest key (that many words look at one thing of a picture is no rest).
         local: share on neighbours, of what is above an even spread: 0 as by chance, 1 all of it.
         spread: entropy as a share of the highest, from which a head is global.
         positional: share of its maps that place alone explains; below it the head is semantic.
@@ -47,8 +49,8 @@ class Rule:
     def lines(self) -> list[tuple[str, str]]:
         """The rule in words, in its order: (role, condition)."""
         return [
-            ("aligning", f"grounding at least {self.aligning:g} x chance and {self.contrast:g} x the other things'"),
-            ("sink", f"first + last + separators, or one key, at least {self.sink:g} of the weight"),
+            ("aligning", f"odds of grounding {self.aligning:g} x chance's, and {self.contrast:g} x the other things'"),
+            ("sink", f"first + last + separators, or in self-attention one key, at least {self.sink:g} of the weight"),
             ("local", f"neighbours at least {self.local:g} of the way from chance to all"),
             ("global", f"entropy at least {self.spread:g} of the highest"),
             ("positional", f"place alone explains at least {self.positional:g}"),
@@ -59,7 +61,8 @@ class Rule:
         """The role of one head."""
         if self._aligns(layer, head):
             return "aligning"
-        if max(resting(layer, head), _or(layer.of("column", head), 0)) >= self.sink:
+        busiest = 0.0 if layer.kind in ("text_to_image", "image_to_text") else _or(layer.of("column", head), 0)
+        if max(resting(layer, head), busiest) >= self.sink:
             return "sink"
         if local_excess(layer, head) >= self.local:
             return "local"
@@ -70,9 +73,14 @@ class Rule:
 
     def _aligns(self, layer: LayerStatistics, head: int) -> bool:
         mass, others = layer.of("grounding", head), layer.of("others", head)
-        if math.isnan(mass) or mass < self.aligning * layer.chance["grounding"]:
+        if math.isnan(mass) or odds(mass) < self.aligning * odds(layer.chance["grounding"]):
             return False
         return math.isnan(others) or mass >= self.contrast * others
+
+
+def odds(share: float) -> float:
+    """share / (1 - share); infinite for 1."""
+    return share / (1 - share) if share < 1 else math.inf
 
 
 def resting(layer: LayerStatistics, head: int) -> float:

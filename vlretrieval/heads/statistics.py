@@ -74,7 +74,7 @@ class LayerStatistics:
         chance: of "neighbours", "grounding" and "pointing", for a head that looks at everything alike.
         scope: "words" if grounding is that of each phrase, "caption" if one query speaks for the whole caption.
         words: for each head, (word, score) that it answers to, best first.
-        mean_map: (H, Lq, Lk) mean weights by place.
+        mean_map: (H, Lq, Lk) mean weights by place, of places that are not rare.
     """
 
     name: str
@@ -328,7 +328,7 @@ class LayerSums:
             chance,
             self.scope,
             self._top_words(layer.heads, words),
-            self.start.mean_map(),
+            self.start.common_map(layer.queries == layer.keys == "text"),
         )
 
     def _top_words(self, heads: int, words: Sequence[str]) -> list[list[tuple[str, float]]]:
@@ -367,9 +367,15 @@ class PositionSums:
         self.entropy = own if not len(self.entropy) else self.entropy + own
         self.freedom += float((rows.sum(1) * keys.sum(1).clamp(min=1).log()).sum())
 
-    def mean_map(self) -> Tensor:
-        """(H, Lq, Lk) float32."""
-        return (self.total / self.visits[:, None].clamp(min=1)).float()
+    def common_map(self, square: bool) -> Tensor:
+        """(H, Lq, Lk) float32 mean map of the places that a tenth of the pairs or more have; longer texts are rare.
+
+        Args:
+            square: keys are the same tokens as queries, and are cut to the same places.
+        """
+        common = int((self.visits >= 0.1 * self.visits.max()).sum())
+        mean = (self.total / self.visits[:, None].clamp(min=1)).float()[:, :common]
+        return mean[:, :, :common] if square and common > 1 else mean
 
     def explained(self) -> Floats:
         mean = self.total / self.visits[:, None].clamp(min=1)

@@ -25,8 +25,7 @@ def bars(rows: Sequence[Bar], unit: str) -> str:
     """Horizontal bars from 0 with whiskers; those whose interval holds 0 in a quieter colour."""
     low = min([0.0, *(bar.low for bar in rows)])
     high = max([0.1, *(bar.high for bar in rows)])
-    marks = ticks(low, high)
-    low, high = min(low, marks[0]), max(high, marks[-1])
+    marks = [mark for mark in ticks(low, high) if low <= mark <= high]
 
     def x(value: float) -> float:
         return NAMES + PLOT * (value - low) / (high - low)

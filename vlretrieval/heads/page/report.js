@@ -38,7 +38,7 @@ function seenBy(model, layer, head) {
   if (entry.rows === "words" || entry.rows === "caption") {
     const found = entry.rows === "caption" ? row(0) : row(chosen.word);
     const who = entry.rows === "caption" ? "the whole caption looks" : "the word looks";
-    return entry.columns === "patches" ? { patches: found, who } : { words: found, asked: chosen.word, who };
+    return entry.columns === "patches" ? { patches: found, who } : { words: found, asked: entry.rows === "caption" ? 0 : chosen.word, who };
   }
   if (entry.columns === "words") { // patches ask words
     if (chosen.patch !== null && rows > 1) return { words: row(chosen.patch), who: "the patch looks" };

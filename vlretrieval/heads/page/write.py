@@ -39,14 +39,14 @@ MEANINGS = {
     "words": "text-to-image: words that look most narrowly; other heads: words looked at most",
 }
 COLUMNS = [
-    ("entropy", "entropy"),
-    ("distance", "distance"),
-    ("neighbours", "on neighbours"),
-    ("resting", "on first, last, stops"),
-    ("column", "on one key"),
-    ("position", "explained by place"),
     ("grounding", "grounding (x chance)"),
     ("pointing", "pointing"),
+    ("entropy", "entropy"),
+    ("position", "explained by place"),
+    ("resting", "on first, last, stops"),
+    ("column", "on one key"),
+    ("neighbours", "on neighbours"),
+    ("distance", "distance"),
 ]
 
 
@@ -155,10 +155,9 @@ def _look(findings: Sequence[Findings]) -> str:
 
 
 def _table(found: Findings) -> str:
-    names = ["head", "role", *(title for _, title in COLUMNS)]
     drops = bool(found.drops)
-    if drops:
-        names.append(f"closing costs, points of R@{found.plan.ablation.k}")
+    costs = [f"closing costs, points of R@{found.plan.ablation.k}"] if drops else []
+    names = ["head", "role", *costs, *(title for _, title in COLUMNS)]
     heads = "".join(
         f'<th scope="col"{" class=text" if number < 2 else ""}><button>{escape(name)}</button></th>'
         for number, name in enumerate(names)
@@ -169,7 +168,6 @@ def _table(found: Findings) -> str:
         cells = [f'<th scope="row" class=text>{escape(layer.title)}, head {head + 1}</th>']
         role = found.roles[name, head]
         cells.append(f'<td class=text><span class="role {role}">{role}</span></td>')
-        cells += [_measured(layer, head, measure) for measure, _ in COLUMNS]
         if drops:
             drop = found.drop_of((name, head))
             cells.append(
@@ -178,6 +176,7 @@ def _table(found: Findings) -> str:
                 else f'<td data-value="{drop.final[0]:.4f}">{drop.final[0]:.1f} '
                 f"[{drop.final[1]:.1f}, {drop.final[2]:.1f}]</td>"
             )
+        cells += [_measured(layer, head, measure) for measure, _ in COLUMNS]
         words = layer.words[head] if layer.words else []
         cells.append(f"<td class=words>{escape(', '.join(word for word, _ in words))}</td>")
         data = escape(json.dumps([0, name, head]), quote=True)
