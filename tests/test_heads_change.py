@@ -20,10 +20,11 @@ from vlretrieval.deploy.loaded import load_folder
 from vlretrieval.heads.ablate import Closure, Probe, closed, closing, closures_of, gated, small_gallery
 from vlretrieval.heads.convert import mean_of_runs, shared_kv
 from vlretrieval.heads.gates import GateSettings, hard_concrete, learn_gates, open_heads
+from vlretrieval.heads.laboratory import importance_of
 from vlretrieval.heads.layers import heads_of, layers_of
 from vlretrieval.heads.pair_loss import pair_loss, true_pairs
 from vlretrieval.heads.prune import kept_heads, parameters_of_heads, pruned
-from vlretrieval.heads.pruning_curve import by_gradient, by_recall, gate_gradients, greedy_curve
+from vlretrieval.heads.pruning_curve import gate_gradients, greedy_curve
 from vlretrieval.heads.store import save_changed
 from vlretrieval.model import costs
 
@@ -282,11 +283,12 @@ def test_a_small_gallery_keeps_every_truth_among_its_pictures() -> None:
         assert (small.captions[caption], small.image_ids[image]) in known
 
 
-@pytest.mark.parametrize("by", ["gradient", "recall"])
+@pytest.mark.parametrize("by", ["drops", "gradient", "recall"])
 def test_the_curve_goes_from_all_heads_to_the_least_and_never_opens_one_again(by: str) -> None:
     made = probe(top_k=3)
     inputs = scene_inputs()
-    importance = by_recall(made) if by == "recall" else by_gradient(made.model, inputs, np.arange(16), batch_size=8)
+    drops = made.drops(closures_of(made.model)[:30], replicates=1) if by == "drops" else []
+    importance = importance_of(made, by, inputs, drops)
     curve = greedy_curve(made, importance, points=3, least=2)
     assert [point.left for point in curve] == [30, 21, 11, 2]
     for earlier, later in zip(curve, curve[1:], strict=False):

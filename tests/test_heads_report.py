@@ -19,7 +19,7 @@ from vlretrieval.data.tokenizers import BpeTokenizer
 from vlretrieval.heads.examples import examples_of
 from vlretrieval.heads.laboratory import Ablation, Findings, Plan, examine, plain, verdict
 from vlretrieval.heads.page.charts import Bar, bars, curves
-from vlretrieval.heads.page.scale import ticks
+from vlretrieval.heads.page.scale import apart, ticks
 from vlretrieval.heads.page.write import write_report
 from vlretrieval.heads.pictures import write_pictures
 from vlretrieval.training.watch.heads import WatchHeads
@@ -120,7 +120,8 @@ def test_the_pages_data_are_the_maps(found: Findings, tmp_path: Path) -> None:
 def test_a_caption_cannot_end_the_script_and_chinese_is_chinese(tmp_path: Path) -> None:
     made = findings(plan=Plan(pictures=8, examples=1, ablation=Ablation(pictures=0)), language="zh")
     made.examples[0].words[1] = "</script><b>红"
-    text = write_report(tmp_path / "report.html", [made]).read_text(encoding="utf-8")
+    text = write_report(tmp_path / "report.html", [made, made]).read_text(encoding="utf-8")
+    assert "nan" not in re.sub(r"<script.*", "", text, flags=re.DOTALL)
     assert "</script><b>" not in text and Page(text).scripts and '<meta charset="utf-8">' in text
     assert json.loads(Page(text).scripts[0])["examples"][0]["words"][1] == "</script><b>红"
     assert any("一" <= letter <= "鿿" for letter in text)
@@ -164,6 +165,8 @@ def test_axes_have_round_numbers_that_hold_the_values() -> None:
     assert ticks(0, 10) == [0, 2, 4, 6, 8, 10]
     assert ticks(-3.2, 4.1)[0] <= -3.2 and ticks(-3.2, 4.1)[-1] >= 4.1
     assert len(ticks(5, 5)) >= 2
+    assert apart([1, 2, 50], 10, 100) == [1, 11, 50]
+    assert apart([90, 95, 96], 10, 100) == [80, 90, 100]
     assert bars([Bar("a <b>", 1, 0.5, 2), Bar("b", -1, -2, 1)], "x").count("<rect") == 2
     assert "a &lt;b&gt;" in bars([Bar("a <b>", 1, 0.5, 2)], "x")
     assert curves({"": [(1.0, 2.0), (2.0, 3.0)]}, "x", "y").count("<circle") == 2
@@ -266,7 +269,7 @@ def test_other_changes_write_checkpoints_too(run_command: Run, checkpoint: Path,
         (("rule.sink=2.0",), "sink=2.0 must be a share"),
         (("gates.penalty=l3",), "choose l0 or l1"),
         (("split=night",), "split 'night' does not exist"),
-        (("ablation.by=luck",), "choose gradient or recall"),
+        (("ablation.by=luck",), "choose drops, recall or gradient"),
         (("pictures=0",), "pictures=0"),
     ],
 )

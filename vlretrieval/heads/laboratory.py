@@ -20,7 +20,7 @@ from vlretrieval.heads.diversity import Copies, Diversity, diversity, warnings
 from vlretrieval.heads.examples import Example, examples_of, telling_captions
 from vlretrieval.heads.layers import DIRECTIONS, Head, heads_of, layers_of
 from vlretrieval.heads.passes import draw_captions
-from vlretrieval.heads.pruning_curve import Point, by_gradient, by_recall, greedy_curve
+from vlretrieval.heads.pruning_curve import Importance, Point, by_drops, by_gradient, by_recall, greedy_curve
 from vlretrieval.heads.roles import ROLES, Rule
 from vlretrieval.heads.statistics import LayerStatistics, head_statistics
 
@@ -38,7 +38,8 @@ class Ablation:
         weight: of the matching logit beside the scaled cosine; None: the logit alone.
         replicates: draws for the intervals.
         points: of the pruning curve; 0 leaves it out.
-        by: what decides which head goes next, "gradient" (cheap) or "recall" (a measurement a head and step).
+        by: what decides which head goes next: "drops" (what each costs alone), "recall" (asked anew at each point, a
+            measurement a head), "gradient" (cheap and poor).
     """
 
     pictures: int = 120
@@ -48,11 +49,11 @@ class Ablation:
     weight: float | None = 1.0
     replicates: int = 1000
     points: int = 10
-    by: str = "gradient"
+    by: str = "drops"
 
     def __post_init__(self) -> None:
-        if self.by not in ("gradient", "recall"):
-            raise ValueError(f"by={self.by!r} is not known; choose gradient or recall")
+        if self.by not in ("drops", "recall", "gradient"):
+            raise ValueError(f"by={self.by!r} is not known; choose drops, recall or gradient")
         if min(self.pictures, self.points) < 0 or self.replicates < 1:
             raise ValueError(
                 f"pictures={self.pictures}, points={self.points}, replicates={self.replicates}: the first two may not "
@@ -211,9 +212,21 @@ def _prune(
 ) -> None:
     how = found.plan.ablation
     probe = probe_of(model, split, tokenizer, transform, found.plan)
-    rows = np.arange(len(shown.split.captions))[:128]
-    importance = by_recall(probe) if how.by == "recall" else by_gradient(model, shown, rows, batch_size=64)
-    found.curve = greedy_curve(probe, importance, points=how.points, tell=tell)
+    found.curve = greedy_curve(probe, importance_of(probe, how.by, shown, found.drops), points=how.points, tell=tell)
+
+
+def importance_of(probe: Probe, by: str, shown: Inputs, drops: list[Drop]) -> Importance:
+    """What decides which head is closed next.
+
+    Args:
+        by: as in :class:`Ablation`. drops: of single heads; measured here if there are none.
+    """
+    if by == "recall":
+        return by_recall(probe)
+    if by == "gradient":
+        return by_gradient(probe.model, shown, np.arange(len(shown.split.captions))[:128], batch_size=64)
+    single = [closure for closure in closures_of(probe.model) if closure.scope == "head"]
+    return by_drops(drops or probe.drops(single, replicates=1))
 
 
 def seen_part(split: Split, captions: Any) -> Split:

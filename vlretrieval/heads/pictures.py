@@ -15,7 +15,7 @@ from vlretrieval.evaluation.fonts import font_for
 from vlretrieval.heads.ablate import Drop
 from vlretrieval.heads.examples import Example
 from vlretrieval.heads.laboratory import Findings
-from vlretrieval.heads.page.scale import ticks
+from vlretrieval.heads.page.scale import apart, ticks
 
 INK, SOFT, BLUE, LINE = "#1c1f24", "#6a707a", "#1f5fbf", "#cfd3d9"
 TILE, GAP, TEXT = 120, 14, 14
@@ -227,14 +227,12 @@ def curves(lines: Mapping[str, Sequence[tuple[float, float]]], title: str, acros
     for mark in marks[0]:
         write(draw, (at((mark, marks[1][0]))[0] - 10, high - bottom + 6), f"{mark:g}", 70, SOFT)
     write(draw, (left, high - TEXT - 8), across, 300, SOFT)
-    below = 0.0
-    for name, line in sorted(lines.items(), key=lambda item: at(item[1][-1])[1]):
-        places = [at(point) for point in line]
+    drawn = sorted(((name, [at(point) for point in line]) for name, line in lines.items()), key=lambda d: d[1][-1][1])
+    labels = apart([places[-1][1] for _, places in drawn], TEXT + 1, high - bottom - 6)
+    for (name, places), y in zip(drawn, labels, strict=True):
         draw.line(places, BLUE, 2)
-        for x, y in places:
-            draw.ellipse((x - 3, y - 3, x + 3, y + 3), BLUE)
-        y = max(places[-1][1] - 8, below)
-        if name and y < high - TEXT:
-            write(draw, (places[-1][0] + 8, y), name, right - 12)
-            below = y + TEXT + 1
+        for left_of, top_of in places:
+            draw.ellipse((left_of - 3, top_of - 3, left_of + 3, top_of + 3), BLUE)
+        if name:
+            write(draw, (width - right + 8, y - 8), name, right - 12)
     return canvas

@@ -19,12 +19,12 @@ from vlretrieval.heads.ablate import closing, small_gallery
 from vlretrieval.heads.convert import shared_kv
 from vlretrieval.heads.diversity import Copies
 from vlretrieval.heads.gates import GateSettings, learn_gates, open_heads
-from vlretrieval.heads.laboratory import Ablation, Findings, Plan, examine, plain, probe_of, verdict
+from vlretrieval.heads.laboratory import Ablation, Findings, Plan, examine, importance_of, plain, probe_of, verdict
 from vlretrieval.heads.layers import heads_of, layers_of
 from vlretrieval.heads.page.write import write_report
 from vlretrieval.heads.pictures import write_pictures
 from vlretrieval.heads.prune import pruned
-from vlretrieval.heads.pruning_curve import by_gradient, by_recall, greedy_curve
+from vlretrieval.heads.pruning_curve import greedy_curve
 from vlretrieval.heads.roles import Rule
 from vlretrieval.heads.store import save_changed
 
@@ -151,14 +151,11 @@ class Study:
             raise ValueError(f"prune.heads={keep}: the model has {len(heads)} heads; leave from 1 to {len(heads) - 1}")
         split = source.split(self.settings["split"])
         probe = probe_of(subject.model, split, tokenizer, transform, self.plan)
-        rows = probe.split.captions_of_image[:-1][:128]
-        importance = (
-            by_recall(probe)
-            if self.plan.ablation.by == "recall"
-            else by_gradient(subject.model, probe.inputs, rows, batch_size=64)
-        )
+        by = self.plan.ablation.by
+        importance = importance_of(probe, by, probe.inputs, [])
+        points = 1 if by == "drops" else max(1, self.plan.ablation.points)
         with progress() as tell:
-            curve = greedy_curve(probe, importance, points=max(1, self.plan.ablation.points), least=keep, tell=tell)
+            curve = greedy_curve(probe, importance, points=points, least=keep, tell=tell)
         return closing(subject.model, curve[-1].closed)
 
     def convert(self, original: Checkpoint, subject: Subject, source: Source, how: str) -> dict[str, Any]:

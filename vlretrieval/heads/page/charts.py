@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import NamedTuple
 
-from vlretrieval.heads.page.scale import ticks
+from vlretrieval.heads.page.scale import apart, ticks
 
 
 class Bar(NamedTuple):
@@ -79,13 +79,11 @@ def curves(lines: Mapping[str, Sequence[tuple[float, float]]], across: str, up: 
         f'<text class="soft" text-anchor="middle" x="{(left + width - right) / 2}" y="{tall - 6}">'
         f"{escape(across)}</text>"
     )
-    taken: list[float] = []
-    for name, line in sorted(lines.items(), key=lambda item: at(item[1][-1])[1]):
-        places = [at(point) for point in line]
+    drawn = sorted(((name, [at(point) for point in line]) for name, line in lines.items()), key=lambda d: d[1][-1][1])
+    labels = apart([places[-1][1] for _, places in drawn], 15, tall - bottom)
+    for (name, places), y in zip(drawn, labels, strict=True):
         parts.append(f'<polyline class="curve" points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in places)}"/>')
         parts += [f'<circle class="dot" r="3.5" cx="{x:.1f}" cy="{y:.1f}"/>' for x, y in places]
         if len(lines) > 1:
-            y = max([places[-1][1], *(before + 15 for before in taken[-1:])])
-            taken.append(y)
-            parts.append(f'<text x="{places[-1][0] + 9:.1f}" y="{y + 4:.1f}">{escape(name)}</text>')
+            parts.append(f'<text x="{width - right + 8}" y="{y + 4:.1f}">{escape(name)}</text>')
     return "".join([*parts, "</svg>"])

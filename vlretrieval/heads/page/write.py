@@ -38,6 +38,11 @@ MEANINGS = {
     "queries; the pictures of the gallery are drawn",
     "words": "text-to-image: words that look most narrowly; other heads: words looked at most",
 }
+ORDERS = {
+    "drops": "what recall loses without each alone",
+    "recall": "what recall loses without each, asked anew at each point",
+    "gradient": "the gradient of their gates, asked anew at each point",
+}
 COLUMNS = [
     ("grounding", "grounding (x chance)"),
     ("pointing", "pointing"),
@@ -102,13 +107,18 @@ def _asset(name: str) -> str:
 
 
 def _about(found: Findings) -> str:
+    how = found.plan.ablation
     seconds = ", ".join(f"{name} {value:.1f} s" for name, value in found.seconds.items())
-    return (
-        f"{found.parameters:,} parameters. Figures: {min(found.plan.pictures, found.split['images'])} pictures of the "
-        f"{found.split['name']} split with a caption each; closures: {found.plan.ablation.pictures} pictures with "
-        f"{found.plan.ablation.captions} captions each, re-ranked to depth {found.plan.ablation.top_k}. "
-        f"Taken: {seconds}."
-    )
+    parts = [
+        f"{found.parameters:,} parameters.",
+        f"Figures: {min(found.plan.pictures, found.split['images'])} pictures of the {found.split['name']} split with a "
+        "caption each.",
+    ]
+    if found.drops:
+        parts.append(
+            f"Closures: {how.pictures} pictures with {how.captions} captions each, re-ranked to depth {how.top_k}."
+        )
+    return " ".join([*parts, f"Taken: {seconds}."])
 
 
 # ------------------------------------------------------------------------------------------------------------- sections
@@ -257,8 +267,8 @@ def _closing(found: Findings) -> str:
         line = [(float(point.left), point.recall) for point in found.curve]
         parts.append(
             "<h3>Recall against heads left</h3><p>Heads are closed one after another, the least needed first (by "
-            f"{'the gradient of their gates' if found.plan.ablation.by == 'gradient' else 'what recall loses'}, asked "
-            f"anew at each point). Within {NEAR:g} point of all heads open counts as level.</p>"
+            f"{ORDERS[found.plan.ablation.by]}). The order is chosen on the same gallery: measure a pruned model on "
+            f"another split. Within {NEAR:g} point of all heads open counts as level.</p>"
             f"<div class=chart>{curves({'': line}, 'heads left', f'R@{k}, %')}</div>"
         )
     return "".join(parts)
@@ -359,11 +369,13 @@ def _beside(findings: Sequence[Findings]) -> str:
                 f"<td>{'' if drop is None else _cell(drop.final)}</td>",
             ]
         rows.append(f"<tr>{''.join(cells)}</tr>")
+    recall = ""
+    if one.drops and other.drops:
+        recall = f" Recall with all heads open: {one.recall:.1f} % and {other.recall:.1f} %."
     group = "<th class=text>role</th><th>entropy</th><th>grounding</th><th>closing costs</th>"
     names = "".join(f'<th class=text colspan=4 scope="colgroup">{escape(found.name)}</th>' for found in (one, other))
     return (
-        f"<p>Head by head; the maps of both stand beside each other above. Recall with all heads open: "
-        f"{one.recall:.1f} % and {other.recall:.1f} %.</p><div class=scroll><table><thead><tr><td></td>{names}</tr>"
+        f"<p>Head by head; the maps of both stand beside each other above.{recall}</p><div class=scroll><table><thead><tr><td></td>{names}</tr>"
         f"<tr><th class=text>head</th>{group * 2}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
     )
 
