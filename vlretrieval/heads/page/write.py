@@ -111,8 +111,8 @@ def _about(found: Findings) -> str:
     seconds = ", ".join(f"{name} {value:.1f} s" for name, value in found.seconds.items())
     parts = [
         f"{found.parameters:,} parameters.",
-        f"Figures: {min(found.plan.pictures, found.split['images'])} pictures of the {found.split['name']} split with a "
-        "caption each.",
+        f"Figures: {min(found.plan.pictures, found.split['images'])} pictures of the {found.split['name']} split with "
+        "a caption each.",
     ]
     if found.drops:
         parts.append(
@@ -375,7 +375,8 @@ def _beside(findings: Sequence[Findings]) -> str:
     group = "<th class=text>role</th><th>entropy</th><th>grounding</th><th>closing costs</th>"
     names = "".join(f'<th class=text colspan=4 scope="colgroup">{escape(found.name)}</th>' for found in (one, other))
     return (
-        f"<p>Head by head; the maps of both stand beside each other above.{recall}</p><div class=scroll><table><thead><tr><td></td>{names}</tr>"
+        f"<p>Head by head; the maps of both stand beside each other above.{recall}</p>"
+        f"<div class=scroll><table><thead><tr><td></td>{names}</tr>"
         f"<tr><th class=text>head</th>{group * 2}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
     )
 
