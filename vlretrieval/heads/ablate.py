@@ -226,7 +226,8 @@ class Probe:
         found = []
         for ways in (parts[0], parts[-1]):
             sums = [cluster_sums(values, cluster, count) for values, cluster in zip(ways, owner, strict=True)]
-            drawn = bootstrap_means(*(np.hstack(both) for both in zip(*sums, strict=True)), replicates, seed)
+            summed, counts = (np.hstack(both) for both in zip(*sums, strict=True))
+            drawn = bootstrap_means(summed, counts, replicates, seed)
             drawn = np.column_stack([drawn, drawn.mean(1)])
             means = [float(values.mean()) for values in ways]
             bounds = interval(drawn).tolist()
