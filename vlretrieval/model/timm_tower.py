@@ -33,6 +33,7 @@ class TimmTower(nn.Module):
     """
 
     aligned = False
+    model: Any
     mean: Tensor
     std: Tensor
 
@@ -63,7 +64,7 @@ class TimmTower(nn.Module):
                 raise ValueError(f"pretrained={pretrained}: no such file; give weights under timm's names, or {HUB!r}")
             arguments["pretrained_cfg_overlay"] = {"file": str(pretrained), "hf_hub_id": None}
         try:
-            self.model: Any = timm.create_model(name, pretrained=pretrained is not None, **arguments)
+            self.model = timm.create_model(name, pretrained=pretrained is not None, **arguments)
         except Exception as error:  # timm, torch and the hub each have their own
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise ValueError(f"name={name}, pretrained={pretrained}: timm cannot build it: {reason}") from None
