@@ -50,6 +50,12 @@ STUDIES = {
         "1 heads",
         train_too=True,
     ),
+    "self_heads": Study(
+        "Self-attention heads of both encoders (no cross-modal heads), at equal parameters",
+        {f"{n} heads": ("heads=dual", f"heads.text={n}", f"heads.image={n}") for n in (1, 2, 4, 8, 16, 32)},
+        "1 heads",
+        train_too=True,
+    ),
     "cross": Study(
         "Cross-modal heads in each direction (64 wide)",
         {f"{n} cross-modal": (*crossed(n, n), "model.crossmodal.head_dim=64") for n in (0, 2, 4, 8)},
@@ -91,7 +97,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--output", type=Path, default=Path("runs/study"))
     parser.add_argument("--list", action="store_true")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     if args.list or not args.study:
         for name, study in STUDIES.items():
             print(f"{name:<11} {study.title}: {', '.join(study.variants)}")

@@ -74,6 +74,17 @@ def test_captions_that_share_a_picture_score_as_one_by_one(each: int, masked: bo
 
 
 @each_kind
+@pytest.mark.parametrize("masked", [False, True], ids=["", "padded pictures"])
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_text_that_meets_several_pictures_scores_as_if_it_was_repeated(number: int, masked: bool, kind: str) -> None:
+    module, image, text = heads(kind), pictures(3 * number, masked), texts(number)
+    logits = match(module, image, text)
+    repeated = text.index(torch.arange(number).repeat_interleave(3))
+    assert logits.shape == (3 * number,) and logits.std() > 1e-3
+    assert_same_logits(logits, one_by_one(module, image, repeated))
+
+
+@each_kind
 def test_kept_pictures_score_as_fresh_ones_in_any_order(kind: str) -> None:
     module, image, text = heads(kind), pictures(4), texts(5)
     rows = torch.tensor([3, 0, 0, 2, 1])

@@ -108,7 +108,7 @@ def test_the_search_command_finds_texts_for_a_picture(
 ) -> None:
     (tmp_path / "texts.txt").write_text("\n".join(CAPTIONS))
     status, out, _ = run_command(
-        "search", f"model={tiny_export}", f"image={photos}/0_red.png", "texts=texts.txt", "top_k=0"
+        "search", f"model={tiny_export}", f"image={photos}/0_red.png", "texts=texts.txt", "rerank.top_k=0"
     )
     assert status == 0 and "3 of 3: by cosine" in out and "match" not in out
 
@@ -132,15 +132,15 @@ def test_a_text_longer_than_the_context_is_cut_and_told(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["images=IMAGES"], "give either images=DIR"),
-        (["images=IMAGES", "text=a", "image=b"], "give either images=DIR"),
+        (["images=IMAGES"], "give index=DIR and a text, or images=DIR"),
+        (["images=IMAGES", "text=a", "image=b"], "or images=DIR and"),
         (["images=nowhere", "text=a"], "images=nowhere: no such folder"),
         (["images=EMPTY", "text=a"], "holds no picture"),
         (["image=gone.png", "texts=gone.txt"], "texts=gone.txt: no such file"),
         (["images=IMAGES", "text=a", "top=0"], "top=0: at least 1"),
-        (["images=IMAGES", "text=a", "top_k=-1"], "top_k=-1 is negative"),
+        (["images=IMAGES", "text=a", "rerank.top_k=-1"], "top_k=-1 is negative"),
         (["images=IMAGES", "text=  "], "text is blank"),
-        (["images=IMAGES", "text=a", "weight=much"], "weight=much is not a number"),
+        (["images=IMAGES", "text=a", "rerank.weight=much"], "rerank.weight=much is not a number"),
         (["images=IMAGES", "text=a", "model=nowhere"], "model=nowhere: no such folder"),
         (["images=IMAGES", "text=a", "tpo=3"], "no key 'tpo' in the config; did you mean top"),
     ],

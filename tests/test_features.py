@@ -275,7 +275,7 @@ def test_the_right_features_are_taken(place, features):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"augment": lambda pixels, key, may_flip: pixels}, "augment has no effect with image_features="),
+        ({"augment": lambda pixels, key, may_flip: pixels}, "augment makes the copies; set both, or neither"),
         ({"cache": "x"}, "cache has no effect with image_features="),
     ],
 )

@@ -9,10 +9,11 @@ from os import PathLike
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from vlretrieval.deploy.index.opened import Index
     from vlretrieval.deploy.loaded import LoadedModel
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "load_model"]
+__all__ = ["Index", "__version__", "load_model"]
 
 
 def load_model(folder: str | PathLike[str], trust: bool = False) -> LoadedModel:
@@ -27,3 +28,12 @@ def load_model(folder: str | PathLike[str], trust: bool = False) -> LoadedModel:
     from vlretrieval.deploy.loaded import load_folder
 
     return load_folder(folder, trust)
+
+
+def __getattr__(name: str) -> type[Index]:
+    # torch is imported with it
+    if name == "Index":
+        from vlretrieval.deploy.index.opened import Index
+
+        return Index
+    raise AttributeError(f"module 'vlretrieval' has no attribute {name!r}")

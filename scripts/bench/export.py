@@ -24,7 +24,6 @@ import vlretrieval
 from vlretrieval.deploy.certificate import random_pairs
 from vlretrieval.deploy.checkpoint import load_checkpoint
 from vlretrieval.deploy.export import export
-from vlretrieval.deploy.graph_model import GraphModel
 from vlretrieval.deploy.loaded import read_json
 
 GOAL, SMALL = 1.5, 0.3  # times torch eager at batch 1 in onnxruntime; size of int8
@@ -39,8 +38,6 @@ def works(model: Any, pixels: torch.Tensor, texts: tuple[torch.Tensor, torch.Ten
     if model.crossmodal is not None:
         kept = model.keep_image(model.encode_image(pixels[:1])).index(torch.zeros(size, dtype=torch.int64))
         text = model.encode_text(texts[0][:1], texts[1][:1])
-        if not isinstance(model, GraphModel):
-            text = text.index(torch.zeros(size, dtype=torch.int64))
         found[f"one text, {size} kept pictures"] = lambda: model.match_kept(kept, text)
     return found
 

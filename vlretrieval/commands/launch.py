@@ -54,12 +54,13 @@ def process_rank() -> int:
 
 
 def command(
-    config_name: str, literal: tuple[str, ...] = ()
+    config_name: str, literal: tuple[str, ...] = (), bare: str | None = None
 ) -> Callable[[Callable[[DictConfig], Any]], Callable[[], Any]]:
     """Make a console script of a function that takes the composed, checked config ``conf/<config_name>.yaml``.
 
     The values of the keys in ``literal`` (texts, paths) never pass through Hydra, which would stumble over a comma, an
-    apostrophe or the ``=`` in ``epoch=3.ckpt``, and would take ``model=FOLDER`` for a choice among conf/model.
+    apostrophe or the ``=`` in ``epoch=3.ckpt``, and would take ``model=FOLDER`` for a choice among conf/model. A word
+    that is neither a flag nor ``key=value`` is the value of the key ``bare``, if a command has one.
 
     The function is called once, or once a job under ``-m``. What a user can put right (a misspelt key, a wrong
     value, a missing file, any ValueError) ends as one line on stderr and exit status 2; the traceback of it is shown
@@ -70,7 +71,7 @@ def command(
         @functools.wraps(function)
         def main() -> Any:
             show_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
-            program, (words, values) = sys.argv[0], split_literals(sys.argv[1:], literal)
+            program, (words, values) = sys.argv[0], split_literals(with_key(sys.argv[1:], bare), literal)
 
             @functools.wraps(function)
             def job(cfg: DictConfig) -> Any:
@@ -183,6 +184,19 @@ def errors_as_one_line(config_name: str, show_traceback: bool = False) -> Iterat
         where = f" [rank {rank}]" if rank else ""
         print(f"{program}{where}: error: {message}", file=sys.stderr)
         raise SystemExit(USER_ERROR) from None
+
+
+def with_key(words: list[str], bare: str | None) -> list[str]:
+    """``"two dogs"`` as ``text=two dogs``, for a command that takes such a word; the values of flags are left alone."""
+    if bare is None:
+        return words
+    takes_value = {f for a in get_args_parser()._actions if a.nargs is None for f in a.option_strings}
+    keyed, before = [], ""
+    for word in words:
+        free = "=" not in word and not word.startswith(("-", "~")) and before not in takes_value
+        keyed.append(f"{bare}={word}" if free else word)
+        before = word
+    return keyed
 
 
 def split_literals(words: list[str], literal: tuple[str, ...]) -> tuple[list[str], dict[str, str]]:

@@ -10,6 +10,7 @@ from typing import Any, TextIO
 
 OURS = ("vlretrieval", "hydra")
 NOISE = (
+    "in eval mode at the start of training",  # frozen towers, as asked for
     "isinstance(treespec, LeafSpec)",  # Lightning's own use of torch
     "`weights_only` was not set",  # our checkpoint reader reads plain data only, whatever is asked
     "num_workers",  # a data set in memory is fastest without workers

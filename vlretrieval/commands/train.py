@@ -6,6 +6,7 @@ from omegaconf import DictConfig
 
 from vlretrieval.commands.launch import command, process_rank
 from vlretrieval.commands.log import quiet_lightning
+from vlretrieval.commands.memory import keep_freed_memory
 from vlretrieval.commands.run_folder import run_folder
 
 
@@ -24,6 +25,7 @@ def main(cfg: DictConfig) -> dict:
         from vlretrieval.training.fit import train  # torch and Lightning: only now, when the config is known to be good
 
         quiet_lightning()
+        keep_freed_memory()
         return train(cfg)
 
 

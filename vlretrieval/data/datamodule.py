@@ -183,11 +183,9 @@ class RetrievalData(LightningDataModule):
         folders = {"image": self.image_features, "text": self.text_features}
         folders["negatives"] = self.text_features if used else None
         found = {}
-        if name == "train":
-            assert self.image_features is not None or not self.image_feature_copies
-            for copy in self.copies():
-                path = features_path(str(self.image_features), name, copy.part)
-                found[copy.part] = open_features(path, copy.about(split, self.transform))
+        for copy in self.copies() if name == "train" else ():
+            place = features_path(str(self.image_features), name, copy.part)
+            found[copy.part] = open_features(place, copy.about(split, self.transform))
         for part, folder in folders.items():
             path = None if folder is None else features_path(folder, name, part)
             if path is None or (name != "train" and not path.exists()):

@@ -48,7 +48,7 @@ class AugmentedCopy:
         """(B, 3, S, S) uint8 of pictures ``rows``."""
         images = np.arange(rows.start, rows.stop)
         keys = keyed_draw(self.seed, self.number, _COPY, images)
-        may_flip = np.array([not self.keep_sides or not self._sided(split, image) for image in images])
+        may_flip = np.array([not self.keep_sides or not self._sided(split, image) for image in rows])
         return FilePictures(split, transform, self.augment)(images, keys, may_flip)
 
     @staticmethod

@@ -45,6 +45,11 @@ class Tokenizer(Protocol):
         """How many of ``texts`` do not fit into ``context_length``."""
         ...
 
+    def offsets(self, text: str) -> list[tuple[int, int]]:
+        """Which letters ``text[start:end]`` each id of its row stands for; (0, 0) for the start token, and for the end
+        token the text's end. Ids that together spell one letter all have that letter."""
+        ...
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data from which ``tokenizer_from_dict`` makes an equal tokenizer."""
         ...
@@ -94,6 +99,20 @@ def _check_context(context_length: int) -> None:
 
 def _framed(rows: Iterable[Sequence[int]], start: int, end: int, context_length: int) -> list[list[int]]:
     return [[start, *row[: context_length - 2], end] for row in rows]
+
+
+def _framed_offsets(inner: Sequence[tuple[int, int]], text: str, context_length: int) -> list[tuple[int, int]]:
+    return [(0, 0), *inner[: context_length - 2], (len(text), len(text))]
+
+
+def _without_blanks(text: str, spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Spans without the blanks that a token may begin with."""
+    shorter = []
+    for start, end in spans:
+        while start < end and text[start].isspace():
+            start += 1
+        shorter.append((start, end))
+    return shorter
 
 
 class BpeTokenizer:
@@ -168,6 +187,11 @@ class BpeTokenizer:
     def count_truncated(self, texts: Sequence[str]) -> int:
         """How many of ``texts`` do not fit into ``context_length``."""
         return sum(len(row) > self.context_length - 2 for row in self._encode(texts))
+
+    def offsets(self, text: str) -> list[tuple[int, int]]:
+        """Which letters each id of the text's row stands for; see :class:`Tokenizer`."""
+        found = self._engine.encode(text.encode("utf-8", "replace").decode("utf-8")).offsets
+        return _framed_offsets(_without_blanks(text, found), text, self.context_length)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ``ids``, special tokens left out."""
@@ -253,6 +277,31 @@ class ClipTokenizer:
     def count_truncated(self, texts: Sequence[str]) -> int:
         """How many of ``texts`` do not fit into ``context_length``."""
         return sum(len(self._engine.encode(text)) > self.context_length - 2 for text in texts)
+
+    def offsets(self, text: str) -> list[tuple[int, int]]:
+        """Which letters each id of the text's row stands for; see :class:`Tokenizer`.
+
+        The library keeps no places, so its pieces are looked for in the text one after another; a piece of a text that
+        it repairs first (broken encodings, HTML) may be found nowhere, and then has no letters.
+        """
+        letters = text.lower() if len(text.lower()) == len(text) else text
+        raw, owner = bytearray(), []  # the text's bytes, and the letter that each belongs to
+        for place, letter in enumerate(letters):
+            spelt = letter.encode("utf-8", "replace")
+            raw += spelt
+            owner += [place] * len(spelt)
+        engine, spans, at = self._engine, [], 0
+        for number in engine.encode(text):
+            piece = engine.decoder[number].removesuffix("</w>")
+            spelt = bytes(engine.byte_decoder[sign] for sign in piece)
+            found = raw.find(spelt, at)
+            if found < 0 or not spelt:
+                here = owner[at] if at < len(owner) else len(text)
+                spans.append((here, here))
+                continue
+            at = found + len(spelt)
+            spans.append((owner[found], owner[at - 1] + 1))
+        return _framed_offsets(spans, text, self.context_length)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ``ids``, special tokens left out."""
@@ -351,6 +400,11 @@ class HuggingFaceTokenizer:
     def count_truncated(self, texts: Sequence[str]) -> int:
         """How many of ``texts`` do not fit into ``context_length``."""
         return sum(len(row) > self.context_length - 2 for row in self._encode(texts))
+
+    def offsets(self, text: str) -> list[tuple[int, int]]:
+        """Which letters each id of the text's row stands for; see :class:`Tokenizer`."""
+        found = self._engine.encode(text.encode("utf-8", "replace").decode("utf-8"), add_special_tokens=False).offsets
+        return _framed_offsets(_without_blanks(text, found), text, self.context_length)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, the whole of tokenizer.json in it."""

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from vlretrieval.data.tokenizers import Tokenizer, tokenizer_hash
-from vlretrieval.deploy.graph_model import GraphModel
 from vlretrieval.model.crossmodal import Encoded
 
 Measure = Callable[[Any], dict[str, Any]]  # a model -> the figures of vlretrieval.evaluation.evaluate
@@ -118,8 +117,6 @@ def shortlisted(model: Any, image: Encoded, text: Encoded) -> Tensor:
     texts, size = len(text), min(SHORTLIST, len(image))
     rows = (torch.arange(texts)[:, None] + torch.arange(size)) % len(image)  # (T, K)
     kept = model.keep_image(image).index(rows.flatten())
-    if not isinstance(model, GraphModel):  # a graph spreads a text over its shortlist by itself
-        text = text.index(torch.arange(texts).repeat_interleave(size))
     return model.match_kept(kept, text).view(texts, size)
 
 
@@ -133,7 +130,7 @@ def same_order(source: Any, exported: Any, pairs: Pairs) -> dict[str, int]:
     for model in (source, exported):
         images, texts = model.encode_image(pairs.pixels), model.encode_text(*pairs.texts(queries))
         kept = model.keep_image(images).index(shortlist.flatten())
-        logits = model.match_kept(kept, texts.index(torch.arange(queries).repeat_interleave(size)))
+        logits = model.match_kept(kept, texts)
         orders.append(logits.view(queries, size).argsort(dim=1, descending=True, stable=True))
     return {"queries": queries, "shortlist": size, "same": int((orders[0] == orders[1]).all(1).sum())}
 
@@ -174,10 +171,7 @@ def speed(source: Any, exported: Any, pairs: Pairs, rounds: int = ROUNDS) -> dic
 def _reranking(model: Any, pairs: Pairs) -> Callable[[], Tensor]:
     size = min(SHORTLIST, len(pairs))
     kept, text = model.keep_image(model.encode_image(pairs.pixels[:size])), model.encode_text(*pairs.texts(1))
-    if isinstance(model, GraphModel):
-        return lambda: model.match_kept(kept, text)
-    rows = torch.zeros(size, dtype=torch.int64)
-    return lambda: model.match_kept(kept, text.index(rows))
+    return lambda: model.match_kept(kept, text)
 
 
 def certify(

@@ -50,8 +50,8 @@ def find_images(folder: str | Path) -> list[Path]:
     return files
 
 
-def read_texts(path: str | Path) -> list[str]:
-    """The texts of a UTF-8 file, one a line; blank lines are no texts.
+def read_texts(path: str | Path, key: str = "texts") -> list[str]:
+    """The texts of a UTF-8 file, one a line; blank lines are no texts. ``key`` is what errors call it.
 
     Raises:
         ValueError: naming the file (and line).
@@ -60,12 +60,12 @@ def read_texts(path: str | Path) -> list[str]:
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except FileNotFoundError:
-        raise ValueError(f"texts={path}: no such file") from None
+        raise ValueError(f"{key}={path}: no such file") from None
     except UnicodeDecodeError as error:
-        raise ValueError(f"texts={path}: not UTF-8 at byte {error.start}; save it as UTF-8") from None
+        raise ValueError(f"{key}={path}: not UTF-8 at byte {error.start}; save it as UTF-8") from None
     texts = [line.strip() for line in lines if line.strip()]
     if not texts:
-        raise ValueError(f"texts={path} holds no text; write one a line")
+        raise ValueError(f"{key}={path} holds no text; write one a line")
     return texts
 
 

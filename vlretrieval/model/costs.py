@@ -8,13 +8,14 @@ shows them as a table, by :func:`vlretrieval.commands.dry_run.show`.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import Any
 
-from vlretrieval.model.crossmodal import CrossModal
+from vlretrieval.model.crossmodal import CrossModal, of_kind
 from vlretrieval.model.encoders import ImageEncoder, TextEncoder
 from vlretrieval.model.retrieval_model import RetrievalModel
+from vlretrieval.model.transformer import per_block
 
 FLOAT32 = 4  # bytes
 
@@ -149,17 +150,15 @@ def text_to_image(of: Mapping[str, Any], text_length: int, image_length: int) ->
     """Of all arguments of :class:`CrossModal`, its text-to-image heads."""
     querying = dict(dim=of["text_dim"], rows=text_length, self_heads=of["text_self_heads"])
     rotary = of["text_self_position"] == "rotary"
-    heads, depth = of["text_to_image"], of["text_to_image_depth"]
-    return cross_head(
-        of, heads, depth, **querying, rotary=rotary, context_dim=of["image_dim"], keys=image_length, first=1
-    )
+    context = dict(context_dim=of["image_dim"], keys=image_length)
+    return cross_head(of, "text_to_image", of["text_to_image_depth"], **querying, rotary=rotary, **context, first=1)
 
 
 def image_to_text(of: Mapping[str, Any], text_length: int, image_length: int) -> Cost:
     """Of all arguments of :class:`CrossModal`, its image-to-text heads, which keep the patches they query with."""
     querying = dict(dim=of["image_dim"], rows=image_length)
-    heads, depth = of["image_to_text"], of["image_to_text_depth"]
-    cost = cross_head(of, heads, depth, **querying, context_dim=of["text_dim"], keys=text_length)
+    context = dict(context_dim=of["text_dim"], keys=text_length)
+    cost = cross_head(of, "image_to_text", of["image_to_text_depth"], **querying, **context)
     return replace(cost, flops_saved=0, kept=image_length * of["image_dim"])
 
 
@@ -174,7 +173,7 @@ def joint(of: Mapping[str, Any], text_length: int, image_length: int) -> Cost:
         "depth": of["joint_depth"],
         "num_heads": of["joint"],
         "num_kv_heads": None,
-        "head_dim": None,
+        "head_dim": of_kind(of["head_dim"], "joint"),
     }
     cost = entry + transformer(stream, text_length + image_length) + linear(dim, 1, 1)
     return replace(cost, kept=image_length * image_dim)
@@ -182,30 +181,36 @@ def joint(of: Mapping[str, Any], text_length: int, image_length: int) -> Cost:
 
 def cross_head(
     of: Mapping[str, Any],
-    heads: int,
+    kind: str,
     depth: int,
     *,
     dim: int,
     rows: int,
     context_dim: int,
     keys: int,
-    self_heads: int = 0,
+    self_heads: int | Sequence[int] = 0,
     rotary: bool = False,
     first: int | None = None,
 ) -> Cost:
     """Of a :class:`CrossModalHead`: ``rows`` tokens query ``keys`` others; the last block computes ``first`` rows."""
-    grouped = dict(num_kv_heads=of["num_kv_heads"], head_dim=of["head_dim"])
+    heads = per_block(of[kind], depth, kind)
+    shared = per_block(of_kind(of["num_kv_heads"], kind), depth, "num_kv_heads")
+    among = per_block(self_heads, depth, "text_self_heads")
+    width, self_width = of_kind(of["head_dim"], kind), of_kind(of["head_dim"], "text_self")
     cost = Cost()
     for number in range(depth):
         computed = first if first and number == depth - 1 else rows
-        block = attention(dim, heads, computed, keys, context_dim=context_dim, qk_norm=of["qk_norm"], **grouped)
+        grouped = dict(num_kv_heads=shared[number], head_dim=width, qk_norm=of["qk_norm"])
+        block = attention(dim, heads[number] or 0, computed, keys, context_dim=context_dim, **grouped)
         block += norm(dim, computed) + norm(dim, computed) + mlp(dim, computed, of["mlp_ratio"])
-        if self_heads:
-            block += attention(dim, self_heads, computed, rows, qk_norm=of["qk_norm"], rotary=rotary) + norm(dim, rows)
+        own = among[number]
+        if own:
+            block += attention(dim, own, computed, rows, head_dim=self_width, qk_norm=of["qk_norm"], rotary=rotary)
+            block += norm(dim, rows)
         else:
             block += Cost(activations=(rows - computed) * dim)  # the first rows are a view of them all
         if of["dropout"]:
-            block += dropout_masks(dim, computed, 3 if self_heads else 2)
+            block += dropout_masks(dim, computed, 3 if own else 2)
         cost += replace(block, activations=rows * dim) if of["activation_checkpointing"] else block
     # what enters the first block, and the norm of the context, are the encoders' tokens, which are counted there
     cost += Cost(parameters=2 * context_dim, activations=keys * (context_dim + 2) - rows * dim)
@@ -214,17 +219,17 @@ def cross_head(
 
 def transformer(of: Mapping[str, Any], length: int) -> Cost:
     """Of a :class:`Transformer` with these arguments over ``length`` tokens."""
-    dim = of["dim"]
-    grouped = dict(num_kv_heads=of["num_kv_heads"], head_dim=of["head_dim"], qk_norm=of["qk_norm"])
-    block = attention(dim, of["num_heads"], length, length, rotary=of.get("position") == "rotary", **grouped)
-    block += norm(dim, length) + norm(dim, length) + mlp(dim, length, of["mlp_ratio"])
-    if of["dropout"]:
-        block += dropout_masks(dim, length, branches=2)
-    if of["activation_checkpointing"]:
-        block = replace(block, activations=length * dim)
-    return sum(
-        [block] * of["depth"], norm(dim, length) + Cost(activations=length * dim)
-    )  # its output feeds what follows
+    dim, depth = of["dim"], of["depth"]
+    cost = norm(dim, length) + Cost(activations=length * dim)  # its output feeds what follows
+    counts = (per_block(of[name], depth, name) for name in ("num_heads", "num_kv_heads"))
+    for heads, shared in zip(*counts, strict=True):
+        grouped = dict(num_kv_heads=shared, head_dim=of["head_dim"], qk_norm=of["qk_norm"])
+        block = attention(dim, heads or 0, length, length, rotary=of.get("position") == "rotary", **grouped)
+        block += norm(dim, length) + norm(dim, length) + mlp(dim, length, of["mlp_ratio"])
+        if of["dropout"]:
+            block += dropout_masks(dim, length, branches=2)
+        cost += replace(block, activations=length * dim) if of["activation_checkpointing"] else block
+    return cost
 
 
 # ------------------------------------------------------------------------------------------------------------- layers

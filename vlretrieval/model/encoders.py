@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from vlretrieval.model.positions import Positions
-from vlretrieval.model.transformer import Transformer, pool_tokens
+from vlretrieval.model.transformer import Transformer, pool_tokens, width_of_heads
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -29,7 +29,7 @@ class TextEncoder(nn.Module):
     Args:
         vocab_size: rows of the embedding table.
         context_length: longest text in tokens.
-        dim, depth, num_heads, num_kv_heads, head_dim: the Transformer's.
+        dim, depth, num_heads, num_kv_heads, head_dim: the Transformer's; head counts may be one a block.
         position: "learned", "sinusoidal", "rotary" or "none".
         pool: "first" (the start token), "last" (the end token) or "mean".
         causal: each token sees only those before it (CLIP's text tower); needs ``pool`` "last" or "mean".
@@ -41,9 +41,9 @@ class TextEncoder(nn.Module):
         context_length: int,
         dim: int,
         depth: int,
-        num_heads: int,
+        num_heads: int | Sequence[int],
         *,
-        num_kv_heads: int | None = None,
+        num_kv_heads: int | Sequence[int] | None = None,
         head_dim: int | None = None,
         mlp_ratio: float = 4.0,
         position: str = "learned",
@@ -71,7 +71,7 @@ class TextEncoder(nn.Module):
             dropout=dropout,
             activation_checkpointing=activation_checkpointing,
         )
-        self.positions = Positions(position, dim, head_dim or dim // num_heads, (context_length,))
+        self.positions = Positions(position, dim, width_of_heads(dim, num_heads, head_dim), (context_length,))
 
     def forward(self, token_ids: Tensor, token_mask: Tensor | None = None) -> Hidden:
         """(B, L) ids and (B, L) bool, True on real tokens -> :class:`Hidden` with T = L <= context_length."""
@@ -93,7 +93,7 @@ class ImageEncoder(nn.Module):
         image_size: side of the square picture in pixels that it is trained at; other multiples of ``patch_size`` are
             taken too (positions are interpolated).
         patch_size: side of a patch in pixels; must divide ``image_size``.
-        dim, depth, num_heads, num_kv_heads, head_dim: the Transformer's.
+        dim, depth, num_heads, num_kv_heads, head_dim: the Transformer's; head counts may be one a block.
         position: "learned", "sinusoidal", "rotary" or "none".
         position_std: of learned positions at the start. Patches come in with a std of 1 to 3, beside which a place at
             the usual 0.02 is learnt only if much asks for it.
@@ -111,9 +111,9 @@ class ImageEncoder(nn.Module):
         patch_size: int,
         dim: int,
         depth: int,
-        num_heads: int,
+        num_heads: int | Sequence[int],
         *,
-        num_kv_heads: int | None = None,
+        num_kv_heads: int | Sequence[int] | None = None,
         head_dim: int | None = None,
         mlp_ratio: float = 4.0,
         position: str = "learned",
@@ -145,7 +145,7 @@ class ImageEncoder(nn.Module):
         side = image_size // patch_size
         prefix = int(pool == "first")
         self.positions = Positions(
-            position, dim, head_dim or dim // num_heads, (side, side), prefix=prefix, std=position_std
+            position, dim, width_of_heads(dim, num_heads, head_dim), (side, side), prefix=prefix, std=position_std
         )
         self.transformer = Transformer(
             dim,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import nn
 
@@ -31,7 +32,6 @@ def add_lora(
             raise ValueError(f"lora.targets: no linear layer is named {target!r}; there are {ends}")
     if not targets:
         raise ValueError("lora.targets is empty; name the layers, e.g. [query, value]")
-    settings = LoraConfig(
-        r=rank, lora_alpha=rank if alpha is None else alpha, lora_dropout=dropout, target_modules=list(targets)
-    )
+    scale: Any = rank if alpha is None else alpha  # annotated as an int, and divided by the rank
+    settings = LoraConfig(r=rank, lora_alpha=scale, lora_dropout=dropout, target_modules=list(targets))
     inject_adapter_in_model(settings, tower)

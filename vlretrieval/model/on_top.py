@@ -19,7 +19,7 @@ class OnTop(nn.Module):
     """An encoder of a tower and what stands on it: a summary token in front of its tokens, and self-attention blocks.
 
     The tower's pooled vector becomes the summary token. After the blocks it is added to the pooled vector through a
-    matrix that starts at zero, so that training starts from what the tower itself says. Without blocks the pooled
+    matrix that starts near zero, so that training starts from what the tower itself says. Without blocks the pooled
     vector stays as it is.
 
     Args:
@@ -27,6 +27,7 @@ class OnTop(nn.Module):
             pictures ``grid`` (rows, columns of its tokens) and ``image_size``.
         dim: width of the tokens that come out.
         depth, num_heads, num_kv_heads, head_dim, mlp_ratio, qk_norm, dropout: of the blocks; ``depth=0`` has none.
+        merge: side of the squares of patches that are averaged into one token: 2 makes a quarter as many.
         position: "none" (the tower has put places in), or for the blocks' own: "learned", "sinusoidal", "rotary".
         lora: arguments of :func:`vlretrieval.model.lora.add_lora`: adapters are trained in place of the tower.
         image_size: side of the pictures, repeated from the tower for what reads a config; None for texts.
@@ -46,6 +47,7 @@ class OnTop(nn.Module):
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
         mlp_ratio: float = 4.0,
+        merge: int = 1,
         position: str = "none",
         qk_norm: bool = False,
         dropout: float = 0.0,
@@ -64,8 +66,11 @@ class OnTop(nn.Module):
         self.pooled_norm = nn.Identity() if self.aligned else nn.LayerNorm(self.pooled_dim)
         self.summary = _fitted(self.pooled_dim, dim)
         self.input = _fitted(base.token_dim, dim)  # type: ignore[arg-type]
-        grid: tuple[int, ...] | None = getattr(base, "grid", None)
-        places = grid or (int(base.context_length),)  # type: ignore[arg-type]
+        grid: tuple[int, int] | None = getattr(base, "grid", None)
+        if merge < 1 or (merge > 1 and grid is None):
+            raise ValueError(f"merge={merge} must be 1, or for a tower of pictures a number of patches above it")
+        self.merge, self.grid = merge, grid
+        places = (int(base.context_length),) if grid is None else tuple(-(-side // merge) for side in grid)  # type: ignore[arg-type]
         self.positions = Positions(position if depth else "none", dim, head_dim or dim // num_heads, places, prefix=1)
         self.transformer = Transformer(
             dim,
@@ -80,7 +85,7 @@ class OnTop(nn.Module):
         )
         self.added = nn.Linear(dim, self.pooled_dim) if depth else None
         if self.added is not None:
-            nn.init.zeros_(self.added.weight)
+            nn.init.normal_(self.added.weight, std=1e-4)  # not 0: then the blocks below had no gradient at first
             nn.init.zeros_(self.added.bias)
 
     def forward(self, *inputs: Tensor) -> Hidden:
@@ -89,6 +94,9 @@ class OnTop(nn.Module):
 
     def on(self, pooled: Tensor, tokens: Tensor, mask: Tensor | None = None) -> Hidden:
         """As ``forward``, from what the tower gave, whenever it did: pooled (B, base dim), tokens (B, T, token dim)."""
+        if self.merge > 1 and self.grid is not None:
+            maps = tokens.transpose(1, 2).unflatten(2, self.grid)
+            tokens = F.avg_pool2d(maps, self.merge, ceil_mode=True).flatten(2).transpose(1, 2)
         x = torch.cat([self.summary(pooled)[:, None], self.input(tokens)], dim=1)
         if mask is not None:
             mask = F.pad(mask, (1, 0), value=True)

@@ -33,6 +33,7 @@ class TimmTower(nn.Module):
     """
 
     aligned = False
+    model: Any
     mean: Tensor
     std: Tensor
 

@@ -2,11 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from vlretrieval.model.attention import KeyValue, MultiHeadAttention, Rotate
+
+
+def per_block(count: int | Sequence[int] | None, depth: int, name: str) -> list[int | None]:
+    """A head count for each of ``depth`` blocks: one number is that of all, several are one a block (a pruned stack).
+
+    Raises:
+        ValueError: several, but not one a block.
+    """
+    if count is None or isinstance(count, int):
+        return [count] * depth
+    if len(count) != depth:
+        raise ValueError(f"{name}={list(count)} has {len(count)} numbers for {depth} blocks; give one, or one a block")
+    return list(count)
+
+
+def width_of_heads(dim: int, num_heads: int | Sequence[int], head_dim: int | None, name: str = "num_heads") -> int:
+    """``head_dim``, or dim / heads where it is None.
+
+    Raises:
+        ValueError: it is None, and blocks differ in their heads: each would have a width of its own.
+    """
+    if head_dim:
+        return head_dim
+    if not isinstance(num_heads, int):
+        raise ValueError(f"{name}={list(num_heads)} differs from block to block: give the heads' width (head_dim) too")
+    return dim // max(1, num_heads)
 
 
 class Mlp(nn.Sequential):
@@ -111,13 +139,27 @@ class Transformer(nn.Module):
     """``depth`` self-attention blocks and a final LayerNorm.
 
     Args:
-        dim, depth, num_heads: as they say; further arguments go to every :class:`Block`.
+        dim, depth: as they say; further arguments go to every :class:`Block`.
+        num_heads, num_kv_heads: of every block, or one number a block (then with a ``head_dim``).
         activation_checkpointing: recompute a block's activations in the backward pass instead of keeping them.
     """
 
-    def __init__(self, dim: int, depth: int, num_heads: int, *, activation_checkpointing: bool = False, **block):
+    def __init__(
+        self,
+        dim: int,
+        depth: int,
+        num_heads: int | Sequence[int],
+        *,
+        num_kv_heads: int | Sequence[int] | None = None,
+        activation_checkpointing: bool = False,
+        **block,
+    ):
         super().__init__()
-        self.blocks = nn.ModuleList(Block(dim, num_heads, **block) for _ in range(depth))
+        width_of_heads(dim, num_heads, block.get("head_dim"))
+        heads, shared = per_block(num_heads, depth, "num_heads"), per_block(num_kv_heads, depth, "num_kv_heads")
+        self.blocks = nn.ModuleList(
+            Block(dim, own or 0, num_kv_heads=kv, **block) for own, kv in zip(heads, shared, strict=True)
+        )
         self.norm = nn.LayerNorm(dim)
         self.activation_checkpointing = activation_checkpointing
 

@@ -46,6 +46,7 @@ from vlretrieval.training.warm_start import same_words, warm_start
 from vlretrieval.training.watch.check import check as sanity_check
 from vlretrieval.training.watch.early_stopping import StopEarly
 from vlretrieval.training.watch.first_steps import FirstSteps
+from vlretrieval.training.watch.heads import WatchHeads
 from vlretrieval.training.watch.pace import Pace, ProgressBar
 from vlretrieval.training.watch.pictures import Pictures
 from vlretrieval.training.watch.sanity import Finding
@@ -78,6 +79,7 @@ def train(cfg: DictConfig) -> Result:
         # after it: who is asked to leave does not wait for a validation
         validation(cfg, data),
         *early_stopping(cfg),
+        *heads_watch(cfg, data),
         keeper,
         *([CheckTowers(data)] if resumed is not None else []),
         *([ProgressBar(pace)] if cfg.progress_bar else []),
@@ -282,6 +284,12 @@ def early_stopping(cfg: DictConfig) -> list[Callback]:
     if cfg.early_stopping.patience is None:
         return []
     return [StopEarly(cfg.checkpoints.monitor, cfg.checkpoints.mode, **cfg.early_stopping)]
+
+
+def heads_watch(cfg: DictConfig, data: RetrievalData) -> list[Callback]:
+    if cfg.heads_watch.every_n_epochs is None:
+        return []
+    return [WatchHeads(Inputs(data.split("val"), data.tokenizer, data.transform), **cfg.heads_watch)]
 
 
 def step_flops(cfg: DictConfig) -> StepFlops | None:

@@ -37,6 +37,7 @@ from vlretrieval.evaluation.encode import Tell, evaluating, silent
 from vlretrieval.evaluation.towers import answer, check_tower, identity, tower_name
 from vlretrieval.model.crossmodal import Encoded
 from vlretrieval.model.retrieval_model import RetrievalModel
+from vlretrieval.training.length_buckets import encode_text, text_from
 
 log = logging.getLogger(__name__)
 
@@ -175,18 +176,19 @@ def image_of(model: RetrievalModel, batch: Batch) -> Encoded:
     return model.encode_image(batch.pixels)
 
 
-def text_of(model: RetrievalModel, batch: Batch) -> Encoded:
-    """The batch's captions, likewise."""
-    if batch.text is not None:
-        return model.text_from(batch.text.pooled.float(), batch.text.tokens.float(), batch.text.mask)
-    return model.encode_text(batch.token_ids, batch.token_mask)
+def text_of(model: RetrievalModel, batch: Batch, buckets: int = 1) -> Encoded:
+    """The batch's captions, likewise, in ``buckets`` runs of like length."""
+    if batch.text is not None and batch.text.mask is not None:
+        return text_from(model, batch.text.pooled.float(), batch.text.tokens.float(), batch.text.mask, buckets)
+    return encode_text(model, batch.token_ids, batch.token_mask, buckets)
 
 
 def negatives_of(
-    model: RetrievalModel, negatives: FeatureRows | None, matched: int
+    model: RetrievalModel, negatives: FeatureRows | None, matched: int, buckets: int = 1
 ) -> tuple[Encoded | None, Tensor | None]:
     """The data's hard negatives (B, K, ...) of the first ``matched`` pairs, and which there are: (matched, K) bool."""
     if negatives is None or negatives.mask is None or not matched:
         return None, None
     pooled, tokens, mask = (tensor[:matched].flatten(0, 1) for tensor in negatives if tensor is not None)
-    return model.text_from(pooled.float(), tokens.float(), mask), negatives.mask[:matched].any(-1)
+    encoded = text_from(model, pooled.float(), tokens.float(), mask, buckets)
+    return encoded, negatives.mask[:matched].any(-1)

@@ -5,6 +5,8 @@ Results come back in the order asked for; each text's are what they would be in 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,15 +19,31 @@ def encode_text(model: RetrievalModel, token_ids: Tensor, token_mask: Tensor, bu
     """``model.encode_text`` of (B, L) ids and mask, in ``buckets`` runs of like length."""
     if buckets == 1:
         return model.encode_text(token_ids, token_mask)
+    return in_runs(
+        lambda rows, length: model.encode_text(token_ids[rows, :length], token_mask[rows, :length]), token_mask, buckets
+    )
+
+
+def text_from(model: RetrievalModel, pooled: Tensor, tokens: Tensor, mask: Tensor, buckets: int = 1) -> Encoded:
+    """``model.text_from`` of a tower's (B, dim) pooled, (B, L, dim) tokens and (B, L) mask, likewise."""
+    if buckets == 1:
+        return model.text_from(pooled, tokens, mask)
+    return in_runs(
+        lambda rows, length: model.text_from(pooled[rows], tokens[rows, :length], mask[rows, :length]), mask, buckets
+    )
+
+
+def in_runs(encode: Callable[[Tensor, int], Encoded], mask: Tensor, buckets: int) -> Encoded:
+    """``encode`` of rows (N,) cut to a length, for runs of like length of the (B, L) ``mask``; in the mask's order."""
     parts = []
-    order, lengths = by_length(token_mask)
+    order, lengths = by_length(mask)
     for rows, length in split(order, lengths, buckets):
-        part = model.encode_text(token_ids[rows, :length], token_mask[rows, :length])
+        part = encode(rows, length)
         assert part.mask is not None
-        short = token_ids.shape[1] - length  # an encoder may have put tokens of its own in front
+        short = mask.shape[1] - length  # an encoder may have put tokens of its own in front
         parts.append((part.embedding, F.pad(part.tokens, (0, 0, 0, short)), F.pad(part.mask, (0, short))))
-    embedding, tokens, mask = (torch.cat(columns) for columns in zip(*parts, strict=True))
-    return Encoded(embedding, tokens, mask).index(order.argsort())
+    embedding, tokens, masks = (torch.cat(columns) for columns in zip(*parts, strict=True))
+    return Encoded(embedding, tokens, masks).index(order.argsort())
 
 
 def match_pairs(

@@ -170,7 +170,8 @@ class RetrievalTask(pl.LightningModule):
         unused = not self.objective.matches(self.model, self.progress)
         if batch.text is not None:
             matched = 0 if unused else self.objective.matched(len(own))
-            return text_of(self.model, batch), *negatives_of(self.model, batch.negatives, matched)
+            buckets = self.objective.length_buckets
+            return text_of(self.model, batch, buckets), *negatives_of(self.model, batch.negatives, matched, buckets)
         if batch.negative_token_ids is None or batch.negative_token_mask is None or unused:
             return recomputed(encode, self.objective.chunk, own, batch.token_mask), None, None
         matched = self.objective.matched(len(own))

@@ -1,0 +1,5 @@
+"""The head laboratory: record, measure, compare, close, remove and share attention heads, from outside the model.
+
+Reading order: layers, record, passes, measures, places, statistics, roles, diversity; ablate, pair_loss, pruning_curve,
+gates; surgery, prune, convert, store; examples, laboratory (one examination), pictures, page; study is the command's.
+"""
