@@ -212,9 +212,11 @@ class OpenedClip(nn.Module):
         super().__init__()
         from transformers import CLIPModel
 
-        self.model, loading = CLIPModel.from_pretrained(
+        opened: Any = CLIPModel.from_pretrained(  # a pair, whatever its annotation says
             folder, local_files_only=True, dtype=torch.float32, output_loading_info=True
         )
+        self.model: Any = opened[0]
+        loading = opened[1]
         wrong = sorted(map(str, [*loading["missing_keys"], *loading["unexpected_keys"], *loading["mismatched_keys"]]))
         if wrong:
             raise ValueError(f"{folder}: transformers finds other weights than CLIPModel's: {wrong[0]}")
