@@ -8,4 +8,5 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 set_up dev
 ruff check .
 mypy
-python -m pytest -q --durations=10 "$@"
+# Two processes of one thread: the tests' tensors are tiny, and a file's tests stay together.
+OMP_NUM_THREADS=1 python -m pytest -q -n "${TEST_PROCESSES:-2}" --dist loadfile --durations=10 "$@"

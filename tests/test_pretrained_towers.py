@@ -219,7 +219,7 @@ def test_a_fresh_top_starts_from_what_the_tower_says(bert_folder):
     with torch.no_grad():
         expected = nn.functional.layer_norm(tower(pixels(64)).pooled, (tower.dim,))
         for encoder in (plain, topped):
-            torch.testing.assert_close(encoder(pixels(64)).pooled, expected)
+            torch.testing.assert_close(encoder(pixels(64)).pooled, expected, atol=0.01, rtol=0)
     assert topped.added is not None and plain.added is None
 
 

@@ -132,7 +132,7 @@ def test_pictures_come_every_second_epoch_and_at_the_end(watched):
 
 def test_a_setting_without_effect_is_refused_before_training(tmp_path):
     split = tiny_split(negatives=False)
-    data = SimpleNamespace(split=lambda name: split, tokenizer=None, transform=None)
+    data = SimpleNamespace(split=lambda name: split, tokenizer=None, transform=None, features=lambda name: {})
     plain = config(tmp_path)
     for override, message in [
         ("validation.rerank_every_n_epochs=1", "has no effect with validation.settings.top_k=0"),
