@@ -142,7 +142,9 @@ def test_one_rank_s_signal_ends_both_and_they_go_on_to_the_same_bits(whole, tmp_
     said = (tmp_path / "run/train.log").read_text()
     assert f"asked to leave: saved at step {int(newest.stem[5:])};" in said and checkpoint_fault(newest) is None
     if launcher == "torchrun":
-        assert (tmp_path / "run.output").read_text().count("exitcode  : 143") == 2
+        # the first to leave says so; torchrun's own SIGTERM may still meet the other one on its way out
+        root_cause = (tmp_path / "run.output").read_text().rpartition("Root Cause")[2]
+        assert "exitcode  : 143" in root_cause
     assert end(start(tmp_path / "run", launcher, "resume=true")) == 0
     last = f"checkpoints/step-{STEPS:08d}.ckpt"
     assert_same_bits(weights(undisturbed / last), weights(tmp_path / "run" / last))
