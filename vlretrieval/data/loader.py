@@ -70,7 +70,10 @@ class TrainLoader:
         try:
             batch = next(running, None)
         except Exception as error:
-            lost = self.lost_worker(error)
+            try:
+                lost = self.lost_worker(error)
+            except RuntimeError as told:  # torch's handler of the worker's end may raise just now
+                lost = self.lost_worker(told)
             if lost is None:
                 raise
             raise lost from error

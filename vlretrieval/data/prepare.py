@@ -155,6 +155,10 @@ def _opened(archive: Path) -> zipfile.ZipFile:
         raise NotReady(f"{archive} is not whole ({error}): fetch it again") from None
 
 
+def _below(folder: Path, name: str) -> bool:
+    return (folder / name).resolve().is_relative_to(folder.resolve())
+
+
 def _lay_out(folder: Path, images: Path, known: Download, example: str, tell: Callable[[str], None]) -> None:
     """Make ``images``: a link to where the pictures lie unpacked, or the content of the archives."""
     found = _find(folder, Path(example).name)
@@ -179,7 +183,10 @@ def _lay_out(folder: Path, images: Path, known: Download, example: str, tell: Ca
         else:
             try:
                 with tarfile.open(archive) as tarred:
-                    tarred.extractall(partial, filter="data")
+                    # files alone, none outside the folder; Python 3.11.3 and older know no filter
+                    inside_it = [member for member in tarred if member.isfile() and _below(partial, member.name)]
+                    known_filter = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
+                    tarred.extractall(partial, inside_it, **known_filter)
             except (tarfile.TarError, EOFError, OSError) as error:
                 raise NotReady(f"{archive} is not whole ({error}): fetch it again") from None
     inside = _find(partial, Path(example).name)
