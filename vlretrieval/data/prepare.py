@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from vlretrieval.data.known_sets import KNOWN_SIZES
 
@@ -185,7 +186,7 @@ def _lay_out(folder: Path, images: Path, known: Download, example: str, tell: Ca
                 with tarfile.open(archive) as tarred:
                     # files alone, none outside the folder; Python 3.11.3 and older know no filter
                     inside_it = [member for member in tarred if member.isfile() and _below(partial, member.name)]
-                    known_filter = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
+                    known_filter: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
                     tarred.extractall(partial, inside_it, **known_filter)
             except (tarfile.TarError, EOFError, OSError) as error:
                 raise NotReady(f"{archive} is not whole ({error}): fetch it again") from None
