@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 from torch import Tensor, nn
 
 from vlretrieval.model.encoders import Hidden
 from vlretrieval.model.transformer import POOLS, pool_tokens
-
-log = logging.getLogger(__name__)
 
 
 class HuggingFaceTower(nn.Module):

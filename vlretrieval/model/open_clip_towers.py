@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import math
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,6 @@ from torch import Tensor, nn
 
 from vlretrieval.model.encoders import Hidden
 from vlretrieval.model.transformer import pool_tokens
-
-log = logging.getLogger(__name__)
 
 
 class OpenClipImageTower(nn.Module):
@@ -250,10 +247,7 @@ def _config_of(open_clip: Any, name: str) -> dict[str, Any]:
             raise ValueError(f"{path} is no open_clip config: {type(error).__name__}: {error}") from None
     if scheme != "hf-hub":
         raise ValueError(f"name={name}: {scheme}: is not known; there are local-dir: and hf-hub:")
-    from open_clip.factory import (
-        _get_hf_config,
-        download_pretrained_from_hf,  # noqa: F401  (fails early where the hub library is absent)
-    )
+    from open_clip.factory import _get_hf_config
 
     try:
         return dict(_get_hf_config(place)["model_cfg"])
