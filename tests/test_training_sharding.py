@@ -11,13 +11,18 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from tiny_training import STEPS, TINY, assert_same_bits, config, last_weights, run, weights
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed import fake_pg
 
 from vlretrieval.deploy.checkpoint import load_checkpoint
 from vlretrieval.training import sharding
 from vlretrieval.training.checkpoint_io import AtomicCheckpointIO
 from vlretrieval.training.fit import build_trainer
 from vlretrieval.training.sharding import clip_gradients, total_norm
+from vlretrieval.training.watch.sanity import without_gradient
 
 ROOT = Path(__file__).parent.parent
 SETTINGS = ["model.image_encoder.dropout=0", "ema_decay=0.9", "loss=momentum", "loss.momentum.queue=21"]
@@ -105,6 +110,24 @@ def test_of_plain_gradients_norm_and_clip_are_torch_s(most):
         torch.testing.assert_close(parameter.grad, twin.grad)
     clip_gradients(parameters, 0.01, "value")
     assert all(p.grad.abs().max() <= 0.01 for p in parameters)
+
+
+@pytest.fixture
+def second_of_two():
+    """A process group whose other process is only pretended."""
+    store = fake_pg.FakeStore()
+    dist.init_process_group("fake", rank=1, world_size=2, store=store)
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_rank_that_holds_no_row_of_a_weight_looks_for_its_gradient_too(second_of_two):
+    model = torch.nn.Linear(3, 1)  # its one row is the first rank's
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+        assert parameter.to_local().numel() == 0
+    without_gradient(torch.nn.Sequential(model))
 
 
 def test_without_gradients_the_norm_is_nought():

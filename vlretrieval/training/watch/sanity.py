@@ -184,9 +184,12 @@ def without_gradient(model: nn.Module) -> list[str]:
     reached: dict[str, bool] = {}  # of each module with trainable parameters, whether any got a gradient
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     gradients = [p.grad for _, p in named if p.grad is not None]
-    largest = iter(torch.stack([whole(g.abs().amax()).float() for g in gradients]).tolist() if gradients else [])
+    # a sum, as a rank of a sharded run may hold no row of a weight, and an empty maximum is an error
+    sums = iter(
+        torch.stack([whole(torch.linalg.vector_norm(g, 1)).float() for g in gradients]).tolist() if gradients else []
+    )
     for name, parameter in named:
-        alive = parameter.grad is not None and next(largest) != 0
+        alive = parameter.grad is not None and next(sums) != 0
         parts = name.split(".")
         for end in range(1, len(parts)):
             module = ".".join(parts[:end])
