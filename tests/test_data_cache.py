@@ -1,7 +1,9 @@
 """The picture cache: the same batches as from the files, and never those of other pictures or settings."""
 
 import json
+import os
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -73,6 +75,22 @@ def test_a_stale_or_damaged_cache_is_refused(change, message, tmp_path):
     with pytest.raises(ValueError, match=message) as caught:
         open_cache(source.split("train"), transform, tmp_path / "cache")
     assert "\n" not in str(caught.value)
+
+
+def test_files_copied_elsewhere_pass_by_their_contents_and_one_changed_among_them_does_not(tmp_path, caplog):
+    source, transform = make(tmp_path), EvalTransform(16)
+    for path in (tmp_path / "set").rglob("*.png"):
+        os.utime(path, ns=(1, 1))
+    with caplog.at_level("INFO"):
+        open_cache(source.split("train"), transform, tmp_path / "cache")
+    assert "other times of change than when read, and the same contents" in caplog.text
+    path = Path(source.reader.open("003.png"))
+    content = bytearray(path.read_bytes())
+    content[-20] ^= 1  # as many bytes as before, and the same time
+    path.write_bytes(content)
+    os.utime(path, ns=(1, 1))
+    with pytest.raises(ValueError, match="stale: files is"):
+        open_cache(source.split("train"), transform, tmp_path / "cache")
 
 
 def test_a_stopped_cache_leaves_nothing_that_looks_whole(tmp_path):

@@ -344,7 +344,7 @@ def test_any_tower_of_the_contract_can_be_stored(tmp_path):
     transform, tokenizer = EvalTransform(16), BpeTokenizer(300, 32).fit(["a"])
     common = {"transform": transform, "tokenizer": tokenizer, "batch_size": 7}
     path = write_features(Towers(), split, "image", tmp_path / "f", **common)
-    found = open_features(path, {})
+    found = open_features(path, {}, split)
     rows = np.array([3, 0, 3, 11])
     gathered = found.gather(rows)
     with torch.no_grad():

@@ -4,7 +4,6 @@
 the ``.json`` beside it says of which pictures, made how.
 """
 
-import hashlib
 import json
 import os
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from vlretrieval.data.images import BadImage
+from vlretrieval.data.made_of import difference, made_of
 from vlretrieval.data.pictures import decode_all
 from vlretrieval.data.splits import Split
 from vlretrieval.data.transforms import EvalTransform
@@ -54,7 +54,11 @@ def write_cache(
     stored.flush()
     with open(part, "rb") as file:
         os.fsync(file.fileno())
-    about = {**_about(split, transform), "bad": {str(index): reason for index, reason in sorted(bad.items())}}
+    about = {
+        **_about(split, transform),
+        "contents": split.stamp(contents=True),
+        "bad": {str(index): reason for index, reason in sorted(bad.items())},
+    }
     # The description first: a file without one is refused, one with another's is too.
     path.with_suffix(".json").write_text(json.dumps(about, indent=1))
     os.replace(part, path)
@@ -79,12 +83,9 @@ def open_cache(split: Split, transform: EvalTransform, folder: str | Path) -> tu
         pixels = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, KeyError) as error:
         raise ValueError(f"{path}: damaged ({error}); {way_out}") from None
-    expected = _about(split, transform)
-    for name, value in expected.items():
-        if about.get(name) != value:
-            raise ValueError(
-                f"{path}: stale: {name} is {value!r} now and was {about.get(name)!r}; remove it, and {way_out}"
-            )
+    other = difference(about, _about(split, transform), split)
+    if other is not None:
+        raise ValueError(f"{path}: stale: {other}; remove it, and {way_out}")
     if (
         pixels.shape != (len(split.image_ids), 3, transform.image_size, transform.image_size)
         or pixels.dtype != np.uint8
@@ -102,20 +103,3 @@ def cache_path(split: Split, transform: EvalTransform, folder: str | Path) -> Pa
 
 def _about(split: Split, transform: EvalTransform) -> dict[str, Any]:
     return {"version": VERSION, **made_of(split, transform)}
-
-
-def made_of(split: Split, transform: EvalTransform) -> dict[str, Any]:
-    """What anything made of a split's pictures depends on: which they are, their files, and how they are resized."""
-    digest = hashlib.sha256()
-    for image_id in split.image_ids:
-        raw = image_id.encode("utf-8", "surrogatepass")
-        digest.update(len(raw).to_bytes(8, "little") + raw)
-    return {
-        "split": split.name,
-        "pictures": len(split.image_ids),
-        "image_ids": digest.hexdigest()[:16],
-        "files": split.stamp(),
-        "resize": transform.mode,
-        "size": transform.image_size,
-        "fill": list(transform.fill),
-    }

@@ -185,15 +185,15 @@ class RetrievalData(LightningDataModule):
         found = {}
         for copy in self.copies() if name == "train" else ():
             place = features_path(str(self.image_features), name, copy.part)
-            found[copy.part] = open_features(place, copy.about(split, self.transform))
+            found[copy.part] = open_features(place, copy.about(split, self.transform), split)
         for part, folder in folders.items():
             path = None if folder is None else features_path(folder, name, part)
             if path is None or (name != "train" and not path.exists()):
                 continue
             if part == "image":
-                found[part] = open_features(path, about_images(split, self.transform))
+                found[part] = open_features(path, about_images(split, self.transform), split)
             else:
-                found[part] = open_features(path, about_texts(split, self.tokenizer, part))
+                found[part] = open_features(path, about_texts(split, self.tokenizer, part), split)
         return found
 
     def copies(self) -> list[AugmentedCopy]:

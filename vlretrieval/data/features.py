@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vlretrieval.data.cache import made_of
+from vlretrieval.data.made_of import difference, made_of
 from vlretrieval.data.packed import padded_length
 from vlretrieval.data.splits import Split
 from vlretrieval.data.tokenizers import Tokenizer, tokenizer_hash
@@ -231,8 +231,8 @@ class Features:
         return FeatureRows(torch.from_numpy(pooled), torch.from_numpy(tokens), torch.from_numpy(mask))
 
 
-def open_features(path: Path, expected: dict[str, Any]) -> Features:
-    """The features at ``path``, held against what they should be of (``about_images``, ``about_texts``).
+def open_features(path: Path, expected: dict[str, Any], split: Split) -> Features:
+    """The features of ``split`` at ``path``, held against what they should be of (``about_images``, ``about_texts``).
 
     Raises:
         ValueError: there are none, they are of something else, or a file is damaged; one line with both ways out.
@@ -242,9 +242,9 @@ def open_features(path: Path, expected: dict[str, Any]) -> Features:
         raise refusal(path, "not finished" if begun else "no such features")
     try:
         about: dict[str, Any] = json.loads((path / "about.json").read_text(encoding="utf-8"))
-        for name, value in json.loads(json.dumps(expected)).items():
-            if about.get(name) != value:
-                raise refusal(path, f"stale: {name} is {value!r} now and was {about.get(name)!r}")
+        other = difference(about, json.loads(json.dumps(expected)), split)
+        if other is not None:
+            raise refusal(path, f"stale: {other}")
         lengths = np.fromfile(path / _FILES["lengths"][0], "<i4")
         for name, size in _sizes(about, about["items"], int(lengths.sum())).items():
             found = (path / _FILES[name][0]).stat().st_size

@@ -206,19 +206,23 @@ class _Opener:
     def __call__(self, index: int, at_least: int | Callable[[int, int], int] | None = None) -> Image:
         return self.source.open(self.references[index], at_least)
 
-    def stamp(self) -> str:
-        """Names, sizes and times of change of the files; of pictures within other files, their sizes."""
+    def stamp(self, contents: bool = False) -> str:
+        """Names, sizes and times of change of the files, or what is in them; of pictures within other files, their
+        sizes, or what is in them.
+        """
         digest = hashlib.sha256(json.dumps([list(self.source.background), self.source.max_pixels]).encode())
         for reference in self.references:
             found = self.source.reader.open(reference)
-            if isinstance(found, bytes):
-                told = str(len(found))
-            else:
-                try:
+            try:
+                if contents:
+                    told = hashlib.sha256(found if isinstance(found, bytes) else Path(found).read_bytes()).hexdigest()
+                elif isinstance(found, bytes):
+                    told = str(len(found))
+                else:
                     status = os.stat(found)
                     told = f"{status.st_size} {status.st_mtime_ns}"
-                except OSError:
-                    told = "missing"
+            except OSError:
+                told = "missing"
             digest.update(f"{reference}\0{told}\n".encode("utf-8", "surrogatepass"))
         return digest.hexdigest()[:16]
 

@@ -87,7 +87,8 @@ class Split:
         positives: (P, 2) (caption, image) pairs that are true; own pairs are added. None: own pairs alone.
         negatives: the data's own hard negatives.
         regions: gives the regions known in picture ``index``.
-        stamp: gives a text that changes when the pictures' files do; None: there are no files.
+        stamp: gives a text that changes when the pictures' files do, by their times of change, or by their contents if
+            asked; None: there are no files.
         notes: counts worth telling (captions left out, pictures without captions), for reports.
         shards: (N,) int64, the shard that each picture lies in; None: pictures are files of their own.
     """
@@ -104,7 +105,7 @@ class Split:
         positives: np.ndarray | None = None,
         negatives: HardNegatives | None = None,
         regions: Callable[[int], tuple[Region, ...]] | None = None,
-        stamp: Callable[[], str] | None = None,
+        stamp: Callable[[bool], str] | None = None,
         notes: dict[str, int] | None = None,
         shards: np.ndarray | None = None,
     ) -> None:
@@ -161,9 +162,13 @@ class Split:
         """The things known to be at places of picture ``index``; none for most sets."""
         return self._regions(index) if self._regions is not None else ()
 
-    def stamp(self) -> str:
-        """A text that changes when the pictures' files do. What was made of the pictures is stale then."""
-        return self._stamp() if self._stamp is not None else ""
+    def stamp(self, contents: bool = False) -> str:
+        """A text that changes when the pictures' files do. What was made of the pictures is stale then.
+
+        Args:
+            contents: tell by what is in the files (all are read), not by their names, sizes and times of change.
+        """
+        return self._stamp(contents) if self._stamp is not None else ""
 
     @cached_property
     def captions_of_image(self) -> np.ndarray:

@@ -135,7 +135,7 @@ def inputs_of(cfg: DictConfig, subject: Subject, split: Split) -> Inputs:
         about = (
             about_images(split, subject.transform) if part == "image" else about_texts(split, subject.tokenizer, part)
         )
-        features[part] = open_features(features_path(folder, split.name, part), about)
+        features[part] = open_features(features_path(folder, split.name, part), about, split)
         check_tower(subject.model, part, features[part], subject.transform.image_size, subject.tokenizer)
     return Inputs(split, subject.tokenizer, subject.transform, features=features)
 

@@ -76,11 +76,13 @@ def write_features(
     about = {**of, **identity(tower, answered), "precision": precision}
     path = features_path(folder, split.name, part if copy is None else copy.part)
     try:
-        if open_features(path, about):
+        if open_features(path, about, split):
             log.info("%s: there already", path)
             return path
     except ValueError:
         pass
+    if part == "image":
+        about["contents"] = split.stamp(contents=True)
     writer = FeatureWriter(path, about)
     if writer.done:
         log.info("%s: going on after %d of %d", path, writer.done, about["items"])
