@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import hydra
 import pytest
 import torch
 from tiny_training import config, tiny_batch, tiny_model
 
 from vlretrieval import losses
-from vlretrieval.training.objective import Objective
+from vlretrieval.training.objective import Objective, matching_logits
 from vlretrieval.training.task import RetrievalTask
 
 
@@ -41,6 +43,35 @@ def test_of_a_share_of_the_pairs_only_those_meet_the_data_s_negatives():
     after, _, _ = loss_and_gradients(model, batch, objective)
     changed, _, _ = loss_and_gradients(model, batch, Objective(losses.info_nce, contrastive_weight=0.0))
     assert before.item() == after.item() and before.item() != whole.item() != changed.item()
+
+
+def test_residual_ranking_orders_by_both_scores_and_leaves_the_embeddings_alone():
+    model, batch = tiny_model(), tiny_batch()
+    settings = dict(contrastive_weight=0.0, matching_weight=0.0, ranking_weight=1.0, matching_negatives=2)
+    loss, _, gradients = loss_and_gradients(model, batch, Objective(losses.info_nce, ranking_residual=True, **settings))
+    plain, _, _ = loss_and_gradients(model, batch, Objective(losses.info_nce, **settings))
+    with torch.no_grad():
+        pairs = RetrievalTask(model, Objective(losses.info_nce), None).encode(batch)
+        logits = matching_logits(model, pairs, count=2)
+    expected = []
+    for i in range(len(pairs.image)):
+        image, text, scale = pairs.image.embedding[i], pairs.text.embedding[i], model.logit_scale.item()
+        true = scale * float(image @ text) + float(logits.by_image[i, 0])
+        for false, valid, mine, others in (
+            (logits.by_image[i, 1:], logits.image_valid[i], image, logits.image_candidates[i, 1:]),
+            (logits.by_text[i], logits.text_valid[i], text, logits.text_candidates[i]),
+        ):
+            scores = [true]
+            for logit, real, other in zip(false, valid, others, strict=True):
+                if real:
+                    scores.append(scale * float(mine @ other) + float(logit))
+            expected.append(math.log(sum(math.exp(score - true) for score in scores)))
+    assert loss.item() == pytest.approx(sum(expected) / len(expected), rel=1e-4)
+    assert abs(loss.item() - plain.item()) > 1e-3
+    for name in ("image_projection.weight", "text_projection.weight", "log_logit_scale"):
+        assert not gradients.get(name, torch.zeros(1)).any()
+    with pytest.raises(ValueError, match="ranking_residual=true has no effect with ranking_weight=0"):
+        Objective(losses.info_nce, ranking_residual=True)
 
 
 def test_every_part_of_the_model_gets_a_gradient():

@@ -86,6 +86,8 @@ class Objective:
         contrastive_weight: of it; 0 leaves it out.
         matching_weight: of the binary loss, does this pair belong together (:func:`vlretrieval.losses.matching_loss`).
         ranking_weight: of picking the true one among hard negatives (:func:`vlretrieval.losses.ranking_loss`).
+        ranking_residual: the ranking loss sees scaled cosine + matching logit, which is what re-ranking by both scores
+            orders by. The heads then learn only what the cosine has wrong, from a start that is as good as it.
         matching_negatives: in-batch hard negatives drawn for each picture and for each caption.
         matching_share: share of a step's pairs that are matched, the first of each rank's; their hard negatives still
             come from all of them.
@@ -108,6 +110,7 @@ class Objective:
         contrastive_weight: float = 1.0,
         matching_weight: float = 1.0,
         ranking_weight: float = 0.0,
+        ranking_residual: bool = False,
         matching_negatives: int = 1,
         matching_share: float = 1.0,
         matching_start: float = 0.0,
@@ -125,6 +128,8 @@ class Objective:
         if min(weights.values()) < 0 or not any(weights.values()):
             given = ", ".join(f"{name}_weight={value}" for name, value in weights.items())
             raise ValueError(f"{given}: none may be negative, and one must be above 0")
+        if ranking_residual and not ranking_weight:
+            raise ValueError("ranking_residual=true has no effect with ranking_weight=0; raise that, or leave it out")
         if matching_negatives < 1:
             raise ValueError(f"matching_negatives={matching_negatives}: the matching loss needs at least 1")
         if not 0 < matching_share <= 1:
@@ -149,6 +154,7 @@ class Objective:
         self.chunk, self.momentum = chunk, momentum
         self.takes_bias = "logit_bias" in inspect.signature(contrastive).parameters and momentum is None
         self.contrastive, self.weights = contrastive, weights
+        self.ranking_residual = ranking_residual
         self.matching_negatives, self.matching_start = matching_negatives, matching_start
         self.matching_share, self.length_buckets = matching_share, length_buckets
 
@@ -190,10 +196,7 @@ class Objective:
             if self.weights["matching"]:
                 parts["matching"] = losses.matching_loss(true, false, valid, mean_over_ranks(valid.sum()))
             if self.weights["ranking"]:
-                parts["ranking"] = (
-                    losses.ranking_loss(logits.by_image, logits.image_valid)
-                    + losses.ranking_loss(torch.cat([true[:, None], logits.by_text], dim=1), logits.text_valid)
-                ) / 2
+                parts["ranking"] = ranking(model, matched, logits, self.ranking_residual)
             if self.weights["distillation"]:
                 parts["distillation"] = distillation(model, matched, logits)
             rejected = ((false < 0) & valid).sum() / valid.sum().clamp(min=1)
@@ -232,13 +235,29 @@ class Objective:
         )
 
 
+def scaled_cosines(model: RetrievalModel, pairs: Pairs, logits: MatchingLogits) -> tuple[Tensor, Tensor]:
+    """The dual encoder's scores of the matched candidates, the true one first: (B, 1 + n) and (B, 1 + c)."""
+    image, text, scale = pairs.image.embedding[:, None], pairs.text.embedding[:, None], model.logit_scale
+    to_text = scale * (image * logits.image_candidates).sum(-1)
+    pictures = torch.cat([image, logits.text_candidates], dim=1)
+    return to_text, scale * (text * pictures).sum(-1)
+
+
+def ranking(model: RetrievalModel, pairs: Pairs, logits: MatchingLogits, residual: bool = False) -> Tensor:
+    """Picking the true one among the matched candidates, in both directions; ``residual``: by both scores together."""
+    with full_float32(logits.by_image.device):
+        by_image, by_text = logits.by_image, torch.cat([logits.by_image[:, :1], logits.by_text], dim=1)
+        if residual:  # the cosine is given: what the heads add to it must not come from bending the embeddings
+            with torch.no_grad():
+                to_text, to_image = scaled_cosines(model, pairs, logits)
+            by_image, by_text = by_image + to_text, by_text + to_image
+        return (losses.ranking_loss(by_image, logits.image_valid) + losses.ranking_loss(by_text, logits.text_valid)) / 2
+
+
 def distillation(model: RetrievalModel, pairs: Pairs, logits: MatchingLogits) -> Tensor:
     """The dual encoder's scores of the matched candidates against the cross-modal heads', in both directions."""
     with full_float32(logits.by_image.device):
-        image, text, scale = pairs.image.embedding[:, None], pairs.text.embedding[:, None], model.logit_scale
-        to_text = scale * (image * logits.image_candidates).sum(-1)
-        pictures = torch.cat([image, logits.text_candidates], dim=1)
-        to_image = scale * (text * pictures).sum(-1)
+        to_text, to_image = scaled_cosines(model, pairs, logits)
         by_text = torch.cat([logits.by_image[:, :1], logits.by_text], dim=1)
         return (
             losses.distillation_loss(to_text, logits.by_image, logits.image_valid)

@@ -46,10 +46,13 @@ def parameter_groups(
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not named:
         raise ValueError("no parameter is trainable: every one is frozen")
-    for prefix in (*rates, *layer_decay):
+    for key, prefix in (*(("rates", p) for p in rates), *(("layer_decay", p) for p in layer_decay)):
         if not any(name.startswith(prefix) for name, _ in named):
             parts = ", ".join(sorted({name.split(".")[0] for name, _ in named}))
-            raise ValueError(f"no trainable parameter starts with {prefix!r}; there are {parts}")
+            raise ValueError(
+                f"optimizer.{key}.{prefix}: no trainable parameter starts with {prefix!r}; there are {parts}; "
+                f"leave it out with ~optimizer.{key}.{prefix}"
+            )
     groups: dict[tuple[float, bool, bool], dict[str, Any]] = {}
     for name, parameter in named:
         factor = math.prod(value for prefix, value in rates.items() if name.startswith(prefix))
