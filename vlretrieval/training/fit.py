@@ -32,7 +32,7 @@ from vlretrieval.model.hints import head_width_hints
 from vlretrieval.model.retrieval_model import RetrievalModel
 from vlretrieval.model.seeding import seed_heads
 from vlretrieval.training.callbacks import Checkpoints, Describe, Validation, check_multiple
-from vlretrieval.training.compiled import compile_parts
+from vlretrieval.training.compiled import as_written, compile_parts
 from vlretrieval.training.frozen_features import CheckTowers, check_towers
 from vlretrieval.training.frozen_features import write_features as store_features
 from vlretrieval.training.nonfinite import NonFiniteGuard
@@ -270,7 +270,8 @@ def validation(cfg: DictConfig, data: RetrievalData) -> Validation:
 
     def measure(model: nn.Module, reranked: bool) -> tuple[Mapping[str, float], Evaluation]:
         asked = settings if reranked else replace(settings, top_k=0)
-        outcome = evaluate(model, split, data.tokenizer, data.transform, asked, inputs=inputs)
+        with as_written():
+            outcome = evaluate(model, split, data.tokenizer, data.transform, asked, inputs=inputs)
         return outcome.scalars("val/"), outcome
 
     show = None
