@@ -265,6 +265,7 @@ def test_other_changes_write_checkpoints_too(run_command: Run, checkpoint: Path,
     [
         (("prune.heads=30",), "prune.heads=30: the model has 30 heads; leave from 1 to 29"),
         (("prune.heads=2", "convert.kv=1"), "one change at a time"),
+        (("convert.kv=1", "ablation.pictures=0"), "ablation.pictures=0 with convert.kv: recall before and after"),
         (("convert.kv=3",), "does not divide"),
         (("rule.sink=2.0",), "sink=2.0 must be a share"),
         (("gates.penalty=l3",), "choose l0 or l1"),

@@ -120,6 +120,11 @@ class Study:
             raise ValueError(f"{' and '.join(given)}: one change at a time; give the first's checkpoint to the second")
         if len(self.paths) > 1 or self.settings["compare"]:
             raise ValueError(f"{given[0]} changes one model; give one checkpoint, and no compare")
+        if self.plan.ablation.pictures < 1:
+            raise ValueError(
+                f"ablation.pictures={self.plan.ablation.pictures} with {given[0]}: recall before and after is measured "
+                "on them; give at least 1"
+            )
         path = Path(self.paths[0])
         if path.is_dir():
             raise ValueError(f"checkpoint={path} is an exported folder; to change heads, give the .ckpt it was made of")
