@@ -107,7 +107,7 @@ def main() -> None:
     for seed in range(1, args.seeds + 1):  # seed by seed, so that a study that is broken off still compares
         for variant, overrides in study.variants.items():
             figures = one_run(folder / variant.replace(" ", "_") / f"seed_{seed}", args, study, overrides, seed)
-            results.setdefault(variant, []).append(figures)
+            results.setdefault(variant, []).append(figures | gains(figures))
     summary = {variant: summarised(runs) for variant, runs in results.items()}
     base = results[study.against]
     for variant, runs in results.items():
@@ -189,6 +189,20 @@ def measured(folder: Path, cfg: Any, split: str, output: Path) -> dict[str, floa
     return figures
 
 
+def gains(figures: Mapping[str, float]) -> dict[str, float]:
+    """What the cross-modal heads add within one run: taken before the means, as seeds differ by more than this does."""
+    found = {}
+    for way in ("t2i", "i2t"):
+        first, then = (figures.get(f"{stage} {way} R@1") for stage in ("first_stage", "reranked"))
+        if first is not None and then is not None:
+            found[f"re-ranking adds, {way} R@1"] = then - first
+    for kind in ("leave_out", "all"):
+        cosine, match = (figures.get(f"{kind} {score}") for score in ("cosine", "match"))
+        if cosine is not None and match is not None:
+            found[f"{kind}: match - cosine"] = match - cosine
+    return found
+
+
 def summarised(runs: Sequence[Mapping[str, float]]) -> dict[str, Any]:
     """figure -> [mean, half width of its 95 % interval]."""
     keys = [key for key in runs[0] if all(key in run for run in runs)]
@@ -205,7 +219,8 @@ def columns(told: Mapping[str, Any]) -> list[str]:
     """The figures a table shows: recalls at 1 and 10, the left-out object, all hard negatives."""
     found = {key for summary in told["summary"].values() for key in summary}
     order = [f"{stage} {way} R@{k}" for stage in ("first_stage", "reranked") for way in ("t2i", "i2t") for k in (1, 10)]
-    order += [f"{kind} {score}" for kind in ("leave_out", "all") for score in ("cosine", "match")]
+    order += [f"re-ranking adds, {way} R@1" for way in ("t2i", "i2t")]
+    order += [f"{kind}{score}" for kind in ("leave_out", "all") for score in (" cosine", " match", ": match - cosine")]
     order += ["train first_stage t2i R@1", "minutes"]
     return [key for key in order if key in found]
 
@@ -235,19 +250,26 @@ def markdown(told: Mapping[str, Any]) -> str:
 
 
 def plot(told: Mapping[str, Any], path: Path) -> None:
-    """Mean and interval of each variant, the two text-to-image recalls at 1 and what else the table has."""
+    """Each figure of the table but R@10: mean and interval of each variant, and its seeds as dots."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     keys = [key for key in columns(told) if key != "minutes" and "R@10" not in key]
-    variants = list(told["summary"])
-    figure, axes = pyplot.subplots(1, len(keys), figsize=(3.2 * len(keys), 3.2), squeeze=False, layout="constrained")
-    for axis, key in zip(axes[0], keys, strict=True):
+    variants, across = list(told["summary"]), min(4, len(keys))
+    down = -(-len(keys) // across)
+    figure, axes = pyplot.subplots(
+        down, across, figsize=(3.2 * across, 2.9 * down), squeeze=False, layout="constrained"
+    )
+    for axis in axes.flat[len(keys) :]:
+        axis.set_visible(False)
+    for axis, key in zip(axes.flat, keys, strict=False):
         points = [(i, told["summary"][v][key]) for i, v in enumerate(variants) if key in told["summary"][v]]
         means, halves = [p[1][0] for p in points], [0 if math.isnan(p[1][1]) else p[1][1] for p in points]
         axis.errorbar([p[0] for p in points], means, halves, fmt="o-", capsize=3)
+        seeds = [(i, run[key]) for i, v in enumerate(variants) for run in told["runs"][v] if key in run]
+        axis.plot(*zip(*seeds, strict=True), "k.", markersize=4, alpha=0.5)
         axis.set_xticks(range(len(variants)), variants, rotation=30, ha="right")
         axis.set_title(key, fontsize=9)
         axis.grid(alpha=0.3)
