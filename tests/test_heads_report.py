@@ -17,11 +17,13 @@ from PIL import Image
 from tests.tiny_heads import SIDE, copy_head, heads_config, heads_model, scene_inputs, scene_split
 from vlretrieval.data.tokenizers import BpeTokenizer
 from vlretrieval.heads.examples import examples_of
-from vlretrieval.heads.laboratory import Ablation, Findings, Plan, examine, plain, verdict
+from vlretrieval.heads.laboratory import Ablation, Findings, Plan, examine
 from vlretrieval.heads.page.charts import Bar, bars, curves
 from vlretrieval.heads.page.scale import apart, ticks
 from vlretrieval.heads.page.write import write_report
 from vlretrieval.heads.pictures import write_pictures
+from vlretrieval.heads.plain import plain
+from vlretrieval.heads.verdict import verdict
 from vlretrieval.training.watch.heads import WatchHeads
 
 SMALL = Ablation(pictures=8, captions=1, top_k=2, replicates=20, points=2)

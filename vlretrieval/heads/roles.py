@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from vlretrieval.heads.statistics import LayerStatistics
+from vlretrieval.heads.figures import LayerStatistics
 
 ROLES = {
     "aligning": "looks at the patches of what a word names, or at the words that name what a patch shows",

@@ -4,98 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from vlretrieval.evaluation.inputs import Inputs
 from vlretrieval.heads import measures
+from vlretrieval.heads.figures import Figure, LayerStatistics, Running
 from vlretrieval.heads.layers import Layer
 from vlretrieval.heads.passes import Shown, View, from_the_end, grid_of, show_pairs, view_of
 from vlretrieval.heads.places import Places, locate, padded, separators, words_of
+from vlretrieval.heads.position_sums import PositionSums
 from vlretrieval.heads.record import observing
 from vlretrieval.metrics.scores import IntArray
 
-Floats = npt.NDArray[np.float64]
-
 RARE = 5  # a word that occurs less often is not said to be one that a head answers to
 WORDS = 6  # of each head
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A mean over pictures, for each of H heads, and its 95 % interval (1.96 standard errors); NaN where unmeasured."""
-
-    mean: Floats
-    low: Floats
-    high: Floats
-    count: int
-
-
-class Running:
-    """Sums from which a mean and its error follow; NaN entries are left out."""
-
-    def __init__(self) -> None:
-        self.count: Tensor | float = 0.0
-        self.total: Tensor | float = 0.0
-        self.squares: Tensor | float = 0.0
-
-    def add(self, values: Tensor) -> None:
-        """(n, H) figures of n pictures."""
-        values = values.double().cpu()
-        there = ~values.isnan()
-        values = values.nan_to_num()
-        self.count = self.count + there.sum(0)
-        self.total = self.total + values.sum(0)
-        self.squares = self.squares + (values * values).sum(0)
-
-    def figure(self) -> Figure:
-        count, total, squares = (
-            np.asarray(value, dtype=np.float64) for value in (self.count, self.total, self.squares)
-        )
-        with np.errstate(invalid="ignore", divide="ignore"):
-            mean = np.where(count > 0, total / count, np.nan)
-            variance = np.clip(squares / count - mean**2, 0, None) * count / (count - 1)
-            half = 1.96 * np.sqrt(variance / count)
-        return Figure(mean, mean - half, mean + half, int(count.max(initial=0)))
-
-
-@dataclass
-class LayerStatistics:
-    """A layer's heads in figures.
-
-    Attributes:
-        figures: "entropy", "distance", "neighbours", "first", "last", "separators", "column", "position", and where
-            places are known "grounding", "others", "pointing".
-        chance: of "neighbours", "grounding" and "pointing", for a head that looks at everything alike.
-        scope: "words" if grounding is that of each phrase, "caption" if one query speaks for the whole caption.
-        words: for each head, (word, score) that it answers to, best first.
-        mean_map: (H, Lq, Lk) mean weights by place, of places that are not rare.
-    """
-
-    name: str
-    kind: str
-    depth: int
-    heads: int
-    title: str
-    figures: dict[str, Figure] = field(default_factory=dict)
-    chance: dict[str, float] = field(default_factory=dict)
-    scope: str | None = None
-    words: list[list[tuple[str, float]]] = field(default_factory=list)
-    mean_map: Tensor = field(default_factory=lambda: torch.zeros(0))
-
-    def of(self, measure: str, head: int) -> float:
-        """A head's mean of a measure, NaN if it was not measured."""
-        return float(self.figures[measure].mean[head]) if measure in self.figures else math.nan
-
-    def interval(self, measure: str, head: int) -> tuple[float, float]:
-        """Its 95 % interval."""
-        figure = self.figures[measure]
-        return float(figure.low[head]), float(figure.high[head])
 
 
 def head_statistics(
@@ -341,54 +267,6 @@ class LayerSums:
             order = scores[:, head].argsort(descending=True, stable=True)[:WORDS]
             found.append([(words[int(common[at])], float(scores[at, head])) for at in order])
         return found
-
-
-class PositionSums:
-    """Mean map by place, entropies and freedoms: what :func:`measures.explained_by_position` asks for."""
-
-    def __init__(self) -> None:
-        self.total = torch.zeros(0, 0, 0, dtype=torch.float64)
-        self.visits = torch.zeros(0, dtype=torch.float64)
-        self.entropy = torch.zeros(0, dtype=torch.float64)
-        self.freedom = 0.0
-
-    @property
-    def queries(self) -> int:
-        return int(self.visits.sum())
-
-    def add(self, weights: Tensor, rows: Tensor, keys: Tensor, entropies: Tensor) -> None:
-        """(B, H, Lq, Lk) maps, (B, Lq) and (B, Lk) bool, (B, H, Lq) entropies."""
-        weight = rows[:, None, :, None].to(weights.dtype)
-        batch = (weights * weight).sum(0).double().cpu()
-        shape = tuple(max(a, b) for a, b in zip(self.total.shape, batch.shape, strict=True))
-        self.total = _grown(self.total, shape) + _grown(batch, shape)
-        self.visits = _grown(self.visits, shape[1:2]) + _grown(rows.sum(0).double().cpu(), shape[1:2])
-        own = (entropies * rows[:, None]).sum((0, 2)).double().cpu()
-        self.entropy = own if not len(self.entropy) else self.entropy + own
-        self.freedom += float((rows.sum(1) * keys.sum(1).clamp(min=1).log()).sum())
-
-    def common_map(self, square: bool) -> Tensor:
-        """(H, Lq, Lk) float32 mean map of the places that a tenth of the pairs or more have; longer texts are rare.
-
-        Args:
-            square: keys are the same tokens as queries, and are cut to the same places.
-        """
-        common = int((self.visits >= 0.1 * self.visits.max()).sum())
-        mean = (self.total / self.visits[:, None].clamp(min=1)).float()[:, :common]
-        return mean[:, :, :common] if square and common > 1 else mean
-
-    def explained(self) -> Floats:
-        mean = self.total / self.visits[:, None].clamp(min=1)
-        freedom = torch.tensor(self.freedom, dtype=torch.float64)
-        return measures.explained_by_position(mean, self.visits, self.entropy, freedom).numpy()
-
-
-def _grown(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    if tuple(tensor.shape) == shape:
-        return tensor
-    larger = torch.zeros(shape, dtype=tensor.dtype)
-    larger[tuple(slice(0, size) for size in tensor.shape)] = tensor
-    return larger
 
 
 def _any_of(masks: Tensor, group: Tensor, groups: int) -> Tensor:

@@ -19,14 +19,16 @@ from vlretrieval.heads.ablate import closing, small_gallery
 from vlretrieval.heads.convert import shared_kv
 from vlretrieval.heads.diversity import Copies
 from vlretrieval.heads.gates import GateSettings, learn_gates, open_heads
-from vlretrieval.heads.laboratory import Ablation, Findings, Plan, examine, importance_of, plain, probe_of, verdict
+from vlretrieval.heads.laboratory import Ablation, Findings, Plan, examine, importance_of, probe_of
 from vlretrieval.heads.layers import heads_of, layers_of
 from vlretrieval.heads.page.write import write_report
 from vlretrieval.heads.pictures import write_pictures
+from vlretrieval.heads.plain import plain
 from vlretrieval.heads.prune import pruned
 from vlretrieval.heads.pruning_curve import greedy_curve
 from vlretrieval.heads.roles import Rule
 from vlretrieval.heads.store import save_changed
+from vlretrieval.heads.verdict import verdict
 
 MIB = 1 << 20
 

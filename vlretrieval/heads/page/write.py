@@ -16,10 +16,11 @@ from PIL import Image
 
 from vlretrieval.heads.diversity import Diversity
 from vlretrieval.heads.examples import SEEN_SIDE, Example, HeadMaps
-from vlretrieval.heads.laboratory import NEAR, Findings, lift, verdict
+from vlretrieval.heads.figures import LayerStatistics
+from vlretrieval.heads.laboratory import Findings
 from vlretrieval.heads.page.charts import Bar, bars, curves
 from vlretrieval.heads.roles import ROLES, resting
-from vlretrieval.heads.statistics import LayerStatistics
+from vlretrieval.heads.verdict import NEAR, lift, verdict
 
 HERE = Path(__file__).parent
 
