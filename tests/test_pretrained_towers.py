@@ -223,6 +223,29 @@ def test_a_fresh_top_starts_from_what_the_tower_says(bert_folder):
     assert topped.added is not None and plain.added is None
 
 
+def test_without_blocks_and_cross_modal_heads_tokens_are_neither_computed_nor_trained(bert_folder):
+    image = OnTop(TimmTower("test_efficientnet", None, 64), dim=16, image_size=64)
+    text = OnTop(HuggingFaceTower(str(bert_folder), vocab_size=60), dim=16)
+    token_ids, token_mask = pad([[1, 5, 6, 2], [1, 7, 2]], 0)
+    with torch.no_grad():
+        image.eval(), text.eval()
+        expected = image(pixels(64)).pooled, text(token_ids, token_mask).pooled
+    assert image(pixels(64)).tokens.shape[1] == 1 + 4
+    model = RetrievalModel(image, text, embed_dim=8)
+    pictures, captions = model.encode_image(pixels(64)), model.encode_text(token_ids, token_mask)
+    assert pictures.tokens.shape[1] == captions.tokens.shape[1] == captions.mask.shape[1] == 1
+    assert torch.equal(image(pixels(64)).pooled, expected[0]) and torch.equal(
+        text(token_ids, token_mask).pooled, expected[1]
+    )
+    (model.logit_scale * model.similarity(pictures, captions)[0]).sum().backward()
+    trained = [
+        name
+        for name, p in model.named_parameters()
+        if p.requires_grad and not name.startswith(("image_encoder.base", "text_encoder.base"))
+    ]
+    assert trained and all(model.get_parameter(name).grad is not None for name in trained)
+
+
 def test_stored_output_of_the_tower_goes_the_same_way(bert_folder):
     model = RetrievalModel(
         OnTop(TimmTower("test_efficientnet", None, 64), dim=16, depth=1, num_heads=2, image_size=64),

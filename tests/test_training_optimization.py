@@ -97,8 +97,16 @@ def test_a_fused_step_is_the_plain_one_s():
 
 
 def test_a_prefix_that_names_nothing_is_refused(model):
-    with pytest.raises(ValueError, match="no trainable parameter starts with 'vision'; there are image_encoder"):
+    with pytest.raises(ValueError, match="rates.vision: no parameter starts with 'vision'; there are image_encoder"):
         parameter_groups(model, lr=1.0, weight_decay=0.1, rates={"vision": 2.0})
+
+
+def test_a_rate_of_a_frozen_part_is_told_and_has_no_effect(model, caplog):
+    model.image_encoder.requires_grad_(False)
+    with caplog.at_level("INFO"):
+        groups = parameter_groups(model, lr=1.0, weight_decay=0.1, rates={"image_encoder": 0.5})
+    assert "optimizer.rates.image_encoder has no effect: all of image_encoder is frozen" in caplog.text
+    assert {group["lr"] for group in groups} == {1.0}
 
 
 def test_a_frozen_model_is_refused():

@@ -83,10 +83,18 @@ class OnTop(nn.Module):
             dropout=dropout,
             activation_checkpointing=activation_checkpointing,
         )
+        self.tokens_used = True
         self.added = nn.Linear(dim, self.pooled_dim) if depth else None
         if self.added is not None:
             nn.init.normal_(self.added.weight, std=1e-4)  # not 0: then the blocks below had no gradient at first
             nn.init.zeros_(self.added.bias)
+
+    def leave_out_tokens(self) -> None:
+        """Tells that nothing looks at the tokens. Without blocks they then are neither computed nor trained."""
+        if self.added is None:
+            self.tokens_used = False
+            for part in (self.summary, self.input, self.transformer):
+                part.requires_grad_(False)
 
     def forward(self, *inputs: Tensor) -> Hidden:
         """Pixels, or token ids and their mask, as the tower takes them -> :class:`Hidden` with T = 1 + its tokens."""
@@ -94,7 +102,9 @@ class OnTop(nn.Module):
 
     def on(self, pooled: Tensor, tokens: Tensor, mask: Tensor | None = None) -> Hidden:
         """As ``forward``, from what the tower gave, whenever it did: pooled (B, base dim), tokens (B, T, token dim)."""
-        if self.merge > 1 and self.grid is not None:
+        if not self.tokens_used:
+            tokens, mask = tokens[:, :0], None if mask is None else mask[:, :0]
+        elif self.merge > 1 and self.grid is not None:
             maps = tokens.transpose(1, 2).unflatten(2, self.grid)
             tokens = F.avg_pool2d(maps, self.merge, ceil_mode=True).flatten(2).transpose(1, 2)
         x = torch.cat([self.summary(pooled)[:, None], self.input(tokens)], dim=1)

@@ -41,6 +41,11 @@ class RetrievalModel(nn.Module):
             raise ValueError(f"init_logit_scale={init_logit_scale} is outside (0, {MAX_LOGIT_SCALE:g}]")
         self.image_encoder, self.text_encoder = image_encoder, text_encoder
         self.crossmodal = crossmodal if crossmodal else None
+        if self.crossmodal is None:
+            for encoder in (image_encoder, text_encoder):
+                leave_out = getattr(encoder, "leave_out_tokens", None)
+                if leave_out is not None:
+                    leave_out()
         self.embed_dim = embed_dim
         widths = [int(getattr(e, "pooled_dim", e.dim)) for e in (image_encoder, text_encoder)]  # type: ignore[arg-type]
         self.image_projection, self.text_projection = (nn.Linear(width, embed_dim, bias=False) for width in widths)

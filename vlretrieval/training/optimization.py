@@ -47,12 +47,11 @@ def parameter_groups(
     if not named:
         raise ValueError("no parameter is trainable: every one is frozen")
     for key, prefix in (*(("rates", p) for p in rates), *(("layer_decay", p) for p in layer_decay)):
-        if not any(name.startswith(prefix) for name, _ in named):
+        if not any(name.startswith(prefix) for name, _ in model.named_parameters()):
             parts = ", ".join(sorted({name.split(".")[0] for name, _ in named}))
-            raise ValueError(
-                f"optimizer.{key}.{prefix}: no trainable parameter starts with {prefix!r}; there are {parts}; "
-                f"leave it out with ~optimizer.{key}.{prefix}"
-            )
+            raise ValueError(f"optimizer.{key}.{prefix}: no parameter starts with {prefix!r}; there are {parts}")
+        if not any(name.startswith(prefix) for name, _ in named):
+            log.info("optimizer.%s.%s has no effect: all of %s is frozen", key, prefix, prefix)
     groups: dict[tuple[float, bool, bool], dict[str, Any]] = {}
     for name, parameter in named:
         factor = math.prod(value for prefix, value in rates.items() if name.startswith(prefix))
