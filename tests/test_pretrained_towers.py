@@ -17,6 +17,8 @@ from vlretrieval.model.on_top import OnTop
 from vlretrieval.model.open_clip_towers import OpenClipImageTower, OpenClipTextTower
 from vlretrieval.model.retrieval_model import RetrievalModel
 from vlretrieval.model.timm_tower import TimmTower
+from vlretrieval.training.chunks import recomputed
+from vlretrieval.training.length_buckets import encode_text
 
 open_clip = pytest.importorskip("open_clip")
 
@@ -226,14 +228,16 @@ def test_a_fresh_top_starts_from_what_the_tower_says(bert_folder):
 def test_without_blocks_and_cross_modal_heads_tokens_are_neither_computed_nor_trained(bert_folder):
     image = OnTop(TimmTower("test_efficientnet", None, 64), dim=16, image_size=64)
     text = OnTop(HuggingFaceTower(str(bert_folder), vocab_size=60), dim=16)
-    token_ids, token_mask = pad([[1, 5, 6, 2], [1, 7, 2]], 0)
+    token_ids, token_mask = pad([[1, 5, 6, 8, 7, 2], [1, 7, 2], [1, 8, 5, 6, 2]], 0)
     with torch.no_grad():
         image.eval(), text.eval()
         expected = image(pixels(64)).pooled, text(token_ids, token_mask).pooled
     assert image(pixels(64)).tokens.shape[1] == 1 + 4
     model = RetrievalModel(image, text, embed_dim=8)
     pictures, captions = model.encode_image(pixels(64)), model.encode_text(token_ids, token_mask)
-    assert pictures.tokens.shape[1] == captions.tokens.shape[1] == captions.mask.shape[1] == 1
+    assert pictures.tokens.shape[1] == captions.tokens.shape[1] == captions.mask.shape[1] == 0
+    chunked = recomputed(lambda *rows: encode_text(model, *rows, buckets=2), 2, token_ids, token_mask)
+    torch.testing.assert_close(chunked.embedding, captions.embedding)
     assert torch.equal(image(pixels(64)).pooled, expected[0]) and torch.equal(
         text(token_ids, token_mask).pooled, expected[1]
     )

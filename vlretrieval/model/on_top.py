@@ -97,14 +97,18 @@ class OnTop(nn.Module):
                 part.requires_grad_(False)
 
     def forward(self, *inputs: Tensor) -> Hidden:
-        """Pixels, or token ids and their mask, as the tower takes them -> :class:`Hidden` with T = 1 + its tokens."""
+        """Pixels, or token ids and their mask, as the tower takes them -> :class:`Hidden` with T = 1 + its tokens.
+
+        T = 0 after :meth:`leave_out_tokens` without blocks.
+        """
         return self.on(*self.base(*inputs))
 
     def on(self, pooled: Tensor, tokens: Tensor, mask: Tensor | None = None) -> Hidden:
         """As ``forward``, from what the tower gave, whenever it did: pooled (B, base dim), tokens (B, T, token dim)."""
         if not self.tokens_used:
-            tokens, mask = tokens[:, :0], None if mask is None else mask[:, :0]
-        elif self.merge > 1 and self.grid is not None:
+            none = pooled.new_zeros(len(pooled), 0, self.dim)
+            return Hidden(self.pooled_norm(pooled), none, None if mask is None else mask[:, :0])
+        if self.merge > 1 and self.grid is not None:
             maps = tokens.transpose(1, 2).unflatten(2, self.grid)
             tokens = F.avg_pool2d(maps, self.merge, ceil_mode=True).flatten(2).transpose(1, 2)
         x = torch.cat([self.summary(pooled)[:, None], self.input(tokens)], dim=1)

@@ -40,7 +40,8 @@ def in_runs(encode: Callable[[Tensor, int], Encoded], mask: Tensor, buckets: int
     for rows, length in split(order, lengths, buckets):
         part = encode(rows, length)
         assert part.mask is not None
-        short = mask.shape[1] - length  # an encoder may have put tokens of its own in front
+        # an encoder may have put tokens of its own in front, or give none at all
+        short = mask.shape[1] - length if part.tokens.shape[1] else 0
         parts.append((part.embedding, F.pad(part.tokens, (0, 0, 0, short)), F.pad(part.mask, (0, short))))
     embedding, tokens, masks = (torch.cat(columns) for columns in zip(*parts, strict=True))
     return Encoded(embedding, tokens, masks).index(order.argsort())
