@@ -267,7 +267,7 @@ def plot(told: Mapping[str, Any], path: Path) -> None:
     for axis, key in zip(axes.flat, keys, strict=False):
         points = [(i, told["summary"][v][key]) for i, v in enumerate(variants) if key in told["summary"][v]]
         means, halves = [p[1][0] for p in points], [0 if math.isnan(p[1][1]) else p[1][1] for p in points]
-        axis.errorbar([p[0] for p in points], means, halves, fmt="o-", capsize=3)
+        axis.errorbar([p[0] for p in points], means, halves, fmt="o", capsize=3)
         seeds = [(i, run[key]) for i, v in enumerate(variants) for run in told["runs"][v] if key in run]
         axis.plot(*zip(*seeds, strict=True), "k.", markersize=4, alpha=0.5)
         axis.set_xticks(range(len(variants)), variants, rotation=30, ha="right")

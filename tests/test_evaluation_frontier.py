@@ -13,6 +13,7 @@ from vlretrieval.evaluation.error_page import STYLE, error_page, nearest_pairs
 from vlretrieval.evaluation.evaluate import Settings, evaluate
 from vlretrieval.evaluation.frontier import frontier, smallest_enough
 from vlretrieval.evaluation.inputs import Inputs
+from vlretrieval.evaluation.names import names_apart
 from vlretrieval.evaluation.overlays import deciding_head, maps_of, one_head_off, text_to_image_layers
 from vlretrieval.evaluation.subject import open_subject
 
@@ -50,6 +51,28 @@ def test_a_frontier_of_a_dual_encoder_is_refused():
         frontier(FakeModel(heads=False), Inputs(split, tiny_tokenizer(split), TRANSFORM))
     with pytest.raises(ValueError, match="lengths of 1 or more"):
         tiny_frontier(top_ks=(0, 4))
+
+
+@pytest.mark.parametrize(
+    "paths, names",
+    [
+        (["runs/a/checkpoints/best.ckpt"], ["a"]),
+        (["exports/small"], ["small"]),
+        (["r/kv/MHA/seed_1/checkpoints/best.ckpt", "r/kv/MQA/seed_1/checkpoints/best.ckpt"], ["MHA", "MQA"]),
+        (["r/a/checkpoints/best.ckpt", "r/a/checkpoints/last.ckpt"], ["best", "last"]),
+        (["r/a/checkpoints/best.ckpt", "exports/a"], ["r/a/checkpoints/best", "exports/a"]),
+        (["r/a.ckpt", "r/a"], ["a.ckpt", "a"]),
+        (["r", "r/a"], ["r", "r/a"]),
+        (["r/1/x", "r/2/x", "r/1/y"], ["1/x", "2/x", "1/y"]),
+    ],
+)
+def test_models_are_called_by_what_tells_their_paths_apart(paths, names):
+    assert names_apart(paths) == names and len(set(names)) == len(paths)
+
+
+def test_a_checkpoint_given_twice_is_refused(run_command, tiny_checkpoint):
+    status, _, err = run_command("frontier", f"checkpoint={tiny_checkpoint},{tiny_checkpoint}", "output=out", *SCENES)
+    assert status == 2 and "is given twice" in err
 
 
 def test_the_command_draws_several_models_into_one_picture(run_command, tiny_checkpoint, tiny_export, tmp_path):

@@ -14,18 +14,19 @@ from vlretrieval.commands.launch import command
 def main(cfg: DictConfig) -> dict:
     """``vlretrieval-frontier checkpoint=A,B output=FOLDER``"""
     from vlretrieval.evaluation.frontier import frontier, plot
+    from vlretrieval.evaluation.names import names_apart
     from vlretrieval.evaluation.run import chosen_source, fusion_weight, inputs_of
     from vlretrieval.evaluation.subject import open_subject
     from vlretrieval.evaluation.table import print_frontier
 
     results = {}
-    for path in str(cfg.checkpoint).split(","):
+    paths = str(cfg.checkpoint).split(",")
+    for name, path in zip(names_apart(paths), paths, strict=True):
         subject = open_subject(path).to(cfg.device)
         source = chosen_source(cfg, subject)
         inputs = inputs_of(cfg, subject, source.split(cfg.split))
         weight = fusion_weight(cfg, cfg.weight, 16, subject, source)
-        name = Path(path).parent.parent.name if Path(path).parent.name == "checkpoints" else Path(path).stem
-        results[name if name not in results else path] = frontier(
+        results[name] = frontier(
             subject.model, inputs, tuple(cfg.top_ks), k=cfg.k, weight=weight, batch_size=cfg.batch_size
         )
     print_frontier(results)

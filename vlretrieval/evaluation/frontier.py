@@ -208,5 +208,5 @@ def plot(results: dict[str, dict[str, Any]], path: str) -> None:
         Line2D([], [], color="0.3", linestyle="--", linewidth=1, label="ceiling: stage one's recall@top_k"),
         Line2D([], [], color="0.3", linestyle="", label=f"the smallest top_k within {NEAR_BEST:g} of the best", **ring),
     ]
-    figure.legend(handles=lines, loc="outside lower center", ncols=2, fontsize=9)
+    figure.legend(handles=lines, loc="outside lower center", ncols=1, fontsize=9)
     figure.savefig(path, dpi=110)
