@@ -16,6 +16,7 @@ import vlretrieval
 from vlretrieval.data.tokenizers import BpeTokenizer, ClipTokenizer, pad
 from vlretrieval.deploy.checkpoint import load_checkpoint
 from vlretrieval.deploy.export import export
+from vlretrieval.deploy.export_graphs import graphs_of, traced
 from vlretrieval.deploy.export_huggingface import OpenedClip, clip_refusal, write_clip_folder
 from vlretrieval.deploy.export_open_clip import (
     OpenClipParts,
@@ -237,6 +238,16 @@ def test_attention_on_top_of_a_tower_has_no_place_in_open_clip(tmp_path: Path) -
     with pytest.raises(ValueError, match="no place for the attention on top of the image tower"):
         export(checkpoint, tmp_path / "out", format="open_clip", towers_only=True)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_program_of_the_text_tower_takes_a_text_as_long_as_the_context(clip_checkpoint: Path) -> None:
+    model = load_checkpoint(clip_checkpoint).build().eval()
+    graph = next(graph for graph in graphs_of(model, 32) if graph.name == "text")
+    program = traced(graph, 20).module()
+    for length in (1, 2, 19, 20):
+        ids, mask = torch.arange(1, 1 + 2 * length).view(2, length), torch.ones(2, length, dtype=torch.bool)
+        with torch.no_grad():
+            torch.testing.assert_close(program(ids, mask)[0], model.encode_text(ids, mask).embedding)
 
 
 @pytest.mark.parametrize("format", ["onnx", pytest.param("torch", marks=pytest.mark.slow)])

@@ -130,7 +130,8 @@ def _rank(rank: int, folder: str, cases: list[str]) -> None:
 def in_two_processes(folder: Path, cases: list[str]) -> dict[str, tuple[torch.Tensor, dict]]:
     """What two processes find, all cases in one start."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    mp.start_processes(_rank, args=(str(folder), cases), nprocs=2, start_method="fork")
+    # Not forked: autograd has threads of its own by then, if an earlier test of this process made it start them.
+    mp.start_processes(_rank, args=(str(folder), cases), nprocs=2, start_method="spawn")
     return torch.load(folder / "rank0.pt", weights_only=True)
 
 

@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from vlretrieval.model.attention import KeyValue, MultiHeadAttention, Rotate
+from vlretrieval.model.attention import KeyValue, MultiHeadAttention
 from vlretrieval.model.crossmodal import CrossModal, CrossModalHead, Encoded
 from vlretrieval.model.retrieval_model import RetrievalModel
 from vlretrieval.model.transformer import Block, pool_tokens
@@ -135,26 +135,13 @@ def text_to_image(
     first, *others = head.blocks
     assert isinstance(first, Block)
     one = 1 if head.pool == "first" else None
-    x = spread(self_attended(first, text, mask, rotate, None if others else one), pictures)
-    rest = without(first, "attention")
-    rest.attention = None
-    x = rest(x, context=context[0])
+    attended = first.self_attended(text, key_mask=mask, rotate=rotate, first=None if others else one)
+    x = first.after_self_attention(spread(attended, pictures), context[0])
     mask = spread(mask, pictures)
     for block, kept in zip(others, context[1:], strict=True):
         last = block is others[-1]
         x = block(x, key_mask=mask, rotate=rotate, context=kept, first=one if last else None)
     return head.logit(head.norm(pool_tokens(x, None if one else mask, head.pool))).squeeze(-1)
-
-
-def self_attended(block: Block, x: Tensor, mask: Tensor, rotate: Rotate | None, first: int | None) -> Tensor:
-    """The first part of a block, up to its cross-attention."""
-    rows = x if first is None else x[:, :first]
-    if block.attention is None:
-        return rows
-    normed = block.attention_norm(x)
-    if first is None:
-        return rows + block.attention(normed, key_mask=mask, rotate=rotate)
-    return rows + block.attention(normed[:, :first], normed, key_mask=mask, rotate=rotate)
 
 
 def crossing(block: nn.Module) -> MultiHeadAttention:

@@ -144,7 +144,9 @@ class OpenClipTextTower(nn.Module):
         """
         text, length = self.text, token_ids.shape[1]
         x = text.token_embedding(token_ids) + text.positional_embedding[:length]
-        x = text.transformer(x, attn_mask=text.attn_mask[:length, :length])
+        # not text.attn_mask[:length, :length], which is contiguous at full length alone: torch.export would refuse that
+        later = torch.full((length, length), float("-inf"), dtype=x.dtype, device=x.device).triu(1)
+        x = text.transformer(x, attn_mask=later)
         tokens = text.ln_final(x)
         pooled = pool_tokens(tokens, token_mask, "last")
         if isinstance(text.text_projection, nn.Linear):

@@ -112,13 +112,25 @@ class Block(nn.Module):
             context_mask: (C, Lc) bool.
             first: compute only this many leading rows of the output (the last layer before pooling needs one).
         """
+        rows = self.self_attended(x, key_mask=key_mask, rotate=rotate, first=first)
+        return self.after_self_attention(rows, context, context_mask)
+
+    def self_attended(
+        self, x: Tensor, *, key_mask: Tensor | None = None, rotate: Rotate | None = None, first: int | None = None
+    ) -> Tensor:
+        """The first part of ``forward``: rows of ``x`` with their self-attention added, (B, L or ``first``, dim)."""
         rows = x if first is None else x[:, :first]
-        if self.attention is not None:
-            normed = self.attention_norm(x)
-            if first is None:
-                rows = rows + self.dropout(self.attention(normed, key_mask=key_mask, rotate=rotate))
-            else:
-                rows = rows + self.dropout(self.attention(normed[:, :first], normed, key_mask=key_mask, rotate=rotate))
+        if self.attention is None:
+            return rows
+        normed = self.attention_norm(x)
+        if first is None:
+            return rows + self.dropout(self.attention(normed, key_mask=key_mask, rotate=rotate))
+        return rows + self.dropout(self.attention(normed[:, :first], normed, key_mask=key_mask, rotate=rotate))
+
+    def after_self_attention(
+        self, rows: Tensor, context: Tensor | KeyValue | None = None, context_mask: Tensor | None = None
+    ) -> Tensor:
+        """The rest of it: cross-attention, where the block has one, and MLP."""
         if self.cross is not None:
             if context is None:
                 raise ValueError("this block has a cross-attention and needs a context")
