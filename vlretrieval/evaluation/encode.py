@@ -100,7 +100,8 @@ def evaluating(model: nn.Module, precision: str = "float32") -> Iterator[torch.d
         log.warning(
             "precision=%s on a CPU is 5 to 15 times slower than float32 where it has no units for it", precision
         )
-    training = model.training
+    # of each module: frozen parts are in evaluation mode while the model around them trains
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         with (
@@ -113,7 +114,8 @@ def evaluating(model: nn.Module, precision: str = "float32") -> Iterator[torch.d
         ):
             yield device
     finally:
-        model.train(training)
+        for module, mode in modes:
+            module.training = mode
 
 
 def encode_images(

@@ -114,6 +114,8 @@ def _side_of(maps: dict[str, Tensor], layers: list[Layer]) -> int:
     for layer in layers:
         if layer.name in maps and layer.keys == "image":
             return grid_of(maps[layer.name].shape[-1])[0]
+        if layer.name in maps and layer.queries == "image":
+            return grid_of(maps[layer.name].shape[-2])[0]
     return 0
 
 

@@ -26,7 +26,7 @@ def measured_costs(model: RetrievalModel, image_size: int, text_length: int) -> 
     pixels = torch.zeros(1, 3, image_size, image_size, dtype=torch.uint8, device=device)
     token_ids = torch.ones(1, text_length, dtype=torch.long, device=device)
     mask = torch.ones_like(token_ids, dtype=torch.bool)
-    training = model.training
+    modes = [(module, module.training) for module in model.modules()]
     try:
         text_cost, text = _of(model, model.text_encoder, lambda: model.text_encoder(token_ids, mask))
         image_cost, image = _of(model, model.image_encoder, lambda: model.image_encoder(pixels))
@@ -44,7 +44,8 @@ def measured_costs(model: RetrievalModel, image_size: int, text_length: int) -> 
             )
         return parts
     finally:
-        model.train(training)
+        for module, mode in modes:
+            module.training = mode
 
 
 def _of(

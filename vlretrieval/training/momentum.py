@@ -89,10 +89,16 @@ class MomentumEncoder(nn.Module):
 
     @torch.no_grad()
     def update(self, model: RetrievalModel) -> None:
-        """Moves the momentum weights towards the model's."""
+        """Moves the momentum weights and statistics towards the model's."""
         own = dict(model.named_parameters())
         for name, weight in self.twin.named_parameters():
             weight.lerp_(own[name].detach(), 1 - self.settings.decay)
+        statistics = dict(model.named_buffers())  # of batch norms: a teacher computes with them
+        for name, value in self.twin.named_buffers():
+            if value.is_floating_point():
+                value.lerp_(statistics[name], 1 - self.settings.decay)
+            else:
+                value.copy_(statistics[name])
 
     @torch.no_grad()
     def teach(self, batch: Batch, progress: float = 1.0) -> Teacher:

@@ -16,7 +16,14 @@ from torch.optim.lr_scheduler import LambdaLR
 log = logging.getLogger(__name__)
 
 # rows that are looked up by place or number, and enter no product
-LOOKED_UP = re.compile(r"(positions|embedding)\.weight$|(class_token|type_embedding)$")
+LOOKED_UP = re.compile(
+    r"(positions|embeddings?)\.weight$|(class_token|type_embedding)$"
+    r"|(position_embedding|positional_embedding|pos_embed|cls_token|class_embedding|reg_token)$"  # of pretrained towers
+)
+# what stands above the last block, under this project's names and those of pretrained towers
+ABOVE = re.compile(
+    r"(transformer\.norm|projection|head|ln_post|ln_final|attn_pool|pooler|fc_norm|\.proj$|\.norm\.|\.bn2\.)"
+)
 
 
 def parameter_groups(
@@ -57,7 +64,7 @@ def parameter_groups(
         factor = math.prod(value for prefix, value in rates.items() if name.startswith(prefix))
         for prefix, decay in layer_decay.items():
             if name.startswith(prefix):
-                factor *= decay ** _layers_above(name, [n for n, _ in named if n.startswith(prefix)])
+                factor *= decay ** _layers_above(name, prefix, [n for n, _ in model.named_parameters()])
         decayed = parameter.ndim >= 2 and not LOOKED_UP.search(name)
         # scalars by themselves: they are not sharded, and a fused step takes no mixture of sharded and other tensors
         group = groups.setdefault(
@@ -68,8 +75,16 @@ def parameter_groups(
     return list(groups.values())
 
 
-def _layers_above(name: str, tower: list[str]) -> int:
-    """Blocks above a parameter: 0 for the top block and the final norm, ``depth`` for embeddings."""
+def _layers_above(name: str, prefix: str, names: list[str]) -> int:
+    """Blocks above a parameter: 0 for the top block and the final norm, ``depth`` for embeddings.
+
+    Below own attention on a pretrained tower the tower's blocks alone are counted, and what is new is at the top.
+    """
+    base = f"{prefix.removesuffix('.').removesuffix('.base')}.base."
+    tower = [n for n in names if n.startswith(base)]
+    if tower and not name.startswith(base):
+        return 0
+    tower = tower or [n for n in names if n.startswith(prefix)]
 
     def block(n: str) -> int | None:
         found = re.search(r"(?:blocks|layers?|resblocks)\.(\d+)\.", n)
@@ -79,8 +94,7 @@ def _layers_above(name: str, tower: list[str]) -> int:
     own = block(name)
     if own is not None:
         return depth - 1 - own
-    top = re.search(r"(transformer\.norm|projection|head|ln_post|ln_final)", name)
-    return 0 if top else depth
+    return 0 if ABOVE.search(name) else depth
 
 
 def adamw(

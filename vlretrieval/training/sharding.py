@@ -36,6 +36,8 @@ def shard(model: RetrievalModel, mesh: DeviceMesh) -> None:
     """
     # views are returned here and there, and written to nowhere
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    for parameter in model.parameters():  # FSDP2 takes none in another memory format, as depthwise convolutions have
+        parameter.data = parameter.data.contiguous()
     kinds = () if model.crossmodal is None else model.crossmodal.children()
     for part in (model.image_encoder, model.text_encoder, model.image_projection, model.text_projection, *kinds):
         if not isinstance(part, CrossModalHead):  # that one keeps K/V of its blocks' layers without calling the blocks
@@ -46,6 +48,8 @@ def shard(model: RetrievalModel, mesh: DeviceMesh) -> None:
         fully_shard(part, mesh=mesh, reshard_after_forward=True)
         if isinstance(part, CrossModalHead):
             register_fsdp_forward_method(part, "keep")
+        if hasattr(part, "on"):  # what stored features go through, in place of forward
+            register_fsdp_forward_method(part, "on")
     group = mesh.get_group()
     for parameter in model.parameters():
         if parameter.requires_grad and not isinstance(parameter, DTensor):

@@ -66,6 +66,10 @@ class RetrievalTask(pl.LightningModule):
         self.latest: tuple[Tensor, Tensor, dict[str, Tensor]] | None = None
         self._batches = 0  # begun so far; Lightning's own batch_idx is one behind after a resume in mid-epoch
 
+    def on_fit_start(self) -> None:
+        """Every part in training mode but the frozen ones, whatever mode its library left it in."""
+        self.train()
+
     def configure_model(self) -> None:
         """Shards the weights where the strategy gives a mesh of devices (trainer=fsdp2)."""
         if self.device_mesh is None or self._sharded:

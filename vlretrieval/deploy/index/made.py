@@ -49,7 +49,9 @@ def identity(folder: str | PathLike[str]) -> str:
     """
     folder = Path(folder)
     files, config = read_json(folder / MANIFEST)["files"], read_json(folder / CONFIG)
-    said = [files[WEIGHTS], files[TOKENIZER], config["model"], config["preprocess"]]
+    # weights lie in one file, or in the graphs of an ONNX export
+    graphs = {name: digest for name, digest in files.items() if name.endswith((".onnx", ".data", ".pt2"))}
+    said = [files.get(WEIGHTS, graphs), files[TOKENIZER], config["model"], config["preprocess"]]
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
 
 

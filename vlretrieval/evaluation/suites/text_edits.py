@@ -83,6 +83,7 @@ def with_text_edits(split: Split, kinds: Sequence[str] = KINDS, seed: int = 0) -
         negatives=HardNegatives(texts, named, np.array(caption_of)),
         regions=split.regions,
         notes=split.notes | {"text_edits": len(texts)},
+        stamp=split.stamp,
     )
 
 

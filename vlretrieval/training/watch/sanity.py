@@ -188,8 +188,10 @@ def without_gradient(model: nn.Module) -> list[str]:
     sums = iter(
         torch.stack([whole(torch.linalg.vector_norm(g, 1)).float() for g in gradients]).tolist() if gradients else []
     )
-    for name, parameter in named:
-        alive = parameter.grad is not None and next(sums) != 0
+    alive_by_name = {name: parameter.grad is not None and next(sums) != 0 for name, parameter in named}
+    for name, alive in alive_by_name.items():
+        # an adapter's second matrix starts at 0, which leaves the first without a gradient at its first step
+        alive = alive or ("lora_A" in name and alive_by_name.get(name.replace("lora_A", "lora_B"), False))
         parts = name.split(".")
         for end in range(1, len(parts)):
             module = ".".join(parts[:end])
