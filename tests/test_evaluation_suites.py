@@ -104,6 +104,8 @@ def test_a_split_gets_negatives_that_no_caption_of_its_picture_equals():
     assert not any(kind == "swap_nouns" and caption < 2 for kind, _, caption in found), "the other caption is true"
     assert {kind for kind, *_ in found} >= {"replace_noun", "replace_colour", "swap_relation", "swap_nouns"}
     assert with_text_edits(split).negatives.texts == edited.negatives.texts, "the same every time"
+    split._stamp = lambda contents: f"files {contents}"
+    assert with_text_edits(split).stamp(True) == "files True", "stored features of the pictures hold for it too"
     assert edited.hash == split.hash
     tokenizer = tiny_tokenizer(split)
     figures = evaluate(FakeModel(), edited, tokenizer, TRANSFORM, Settings(bootstrap=10)).figures

@@ -72,6 +72,16 @@ class Killed(BaseException):
     pass
 
 
+def test_a_model_of_graphs_is_known_by_every_graph(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model": {}, "preprocess": {}}))
+    seen = set()
+    for image, scorer, readme in (("a", "b", "c"), ("a", "x", "c"), ("y", "b", "c"), ("a", "b", "z")):
+        files = {"image.onnx": image, "scorer.onnx": scorer, "tokenizer.json": "t", "README.md": readme}
+        (tmp_path / "manifest.json").write_text(json.dumps({"files": files}))
+        seen.add(identity(tmp_path))
+    assert len(seen) == 3, "the model card is no part of it"
+
+
 def test_an_index_killed_again_and_again_holds_the_same_bits_as_one_built_in_one_go(
     make: Callable[..., Report], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,7 +20,7 @@ from torch.testing._internal.distributed import fake_pg
 from vlretrieval.deploy.checkpoint import load_checkpoint
 from vlretrieval.training import sharding
 from vlretrieval.training.checkpoint_io import AtomicCheckpointIO
-from vlretrieval.training.fit import build_trainer
+from vlretrieval.training.fit import build_trainer, write_features
 from vlretrieval.training.sharding import clip_gradients, total_norm
 from vlretrieval.training.watch.sanity import without_gradient
 
@@ -28,9 +28,9 @@ ROOT = Path(__file__).parent.parent
 SETTINGS = ["model.image_encoder.dropout=0", "ema_decay=0.9", "loss=momentum", "loss.momentum.queue=21"]
 
 
-def sharded(folder: Path, *overrides: str) -> None:
+def sharded(folder: Path, *overrides: str, settings: list[str] = SETTINGS) -> None:
     """A run on two processes that Lightning's launcher starts."""
-    words = [*TINY, *SETTINGS, f"output_dir={folder}", "trainer=fsdp2", "trainer.devices=2", *overrides]
+    words = [*TINY, *settings, f"output_dir={folder}", "trainer=fsdp2", "trainer.devices=2", *overrides]
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(ROOT / "scripts/train.py"), *words]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200)
@@ -93,6 +93,28 @@ def test_it_goes_on_from_a_checkpoint_of_one_process(one, tmp_path):
     sharded(tmp_path, "resume=true")
     assert_close(last_weights(one), last_weights(tmp_path))
     assert weights(tmp_path / "checkpoints/last.ckpt").keys() == last_weights(one).keys()
+
+
+@pytest.mark.slow
+def test_towers_with_depthwise_convolutions_and_stored_features_train_as_on_one_process(tmp_path):
+    """Their weights are in another memory format; stored features enter the encoder by another door than pixels."""
+    timm = pytest.importorskip("timm")
+    torch.manual_seed(0)
+    torch.save(timm.create_model("test_efficientnet", num_classes=0).state_dict(), tmp_path / "tower.pt")
+    words = [
+        "model/image_encoder=timm",
+        "model.image_encoder.base.name=test_efficientnet",
+        "model.image_encoder.depth=1",
+    ]
+    words += [f"model.image_encoder.base.pretrained={tmp_path}/tower.pt", "freeze=[image_encoder.base]"]
+    words += ["model.image_encoder.dropout=0", f"data.image_features={tmp_path}/features"]
+    write_features(config(tmp_path / "written", *words), print)
+    run(tmp_path / "one", *words)
+    sharded(tmp_path / "two", *words, settings=[])
+    expected, got = last_weights(tmp_path / "one"), last_weights(tmp_path / "two")
+    assert expected.keys() == got.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(got[name], value, rtol=1e-3, atol=1e-4, msg=name)
 
 
 @pytest.mark.parametrize("most", [0.5, 1000.0])
