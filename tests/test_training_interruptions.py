@@ -257,3 +257,32 @@ def test_frozen_config_key_reaches_the_run(tmp_path, caplog):
     first, last = (weights(tmp_path / f"checkpoints/step-{step:08d}.ckpt") for step in (1, 4))
     same = {name for name in first if torch.equal(first[name], last[name])}
     assert same == {name for name in first if name.startswith("model.image_encoder.")}
+
+
+def test_a_run_broken_off_at_an_epoch_s_end_and_again_in_the_next_one_goes_on_to_the_same_bits(tmp_path, monkeypatch):
+    """The first time between the save of an epoch's last step and that of its end; Lightning miscounts epochs there."""
+    words = [*EVERYTHING, "checkpoints.every_n_steps=2"]
+    run(tmp_path / "whole", *words)
+    save = AtomicCheckpointIO.save_checkpoint
+
+    class BrokenOff(BaseException):
+        pass
+
+    def broken_off(step: int, times: int) -> None:
+        seen = []
+
+        def limited(self, checkpoint, path, **more):
+            seen.extend([path] if f"step-{step:08d}" in str(path) else [])
+            if len(seen) == times:
+                raise BrokenOff
+            return save(self, checkpoint, path, **more)
+
+        monkeypatch.setattr(AtomicCheckpointIO, "save_checkpoint", limited)
+        with pytest.raises(BrokenOff):
+            run(tmp_path / "broken", *words, "resume=true")
+
+    broken_off(4, times=2)
+    broken_off(8, times=1)
+    monkeypatch.setattr(AtomicCheckpointIO, "save_checkpoint", save)
+    run(tmp_path / "broken", *words, "resume=true")
+    assert_same_bits(last_weights(tmp_path / "whole"), last_weights(tmp_path / "broken"))

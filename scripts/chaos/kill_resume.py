@@ -308,6 +308,9 @@ def differences_of_runs(whole: Path, run: Path) -> list[str]:
     import torch
 
     found = []
+    # A run that was killed between its last save and the validation after it makes up for that when it is resumed, and
+    # has nothing more to save: its last checkpoint does not say so.
+    validated_later = f"step-{STEPS:08d}.ckpt" in text_of(run / "train.log")
     for name in (f"step-{STEPS:08d}.ckpt", "best.ckpt", "last.ckpt"):
         try:
             pair = [torch.load(folder / "checkpoints" / name, weights_only=True) for folder in (whole, run)]
@@ -316,7 +319,7 @@ def differences_of_runs(whole: Path, run: Path) -> list[str]:
             continue
         for content in pair:
             content.pop("loops")  # counters of progress; the loader's place in them is seen in the weights
-            if name == "best.ckpt":  # the best by a validation that a resumed run made up for says so in later ones
+            if name == "best.ckpt" or validated_later:  # the best by a validation made up for says so in later ones
                 content.pop("callbacks")
         found += [f"{name}: {difference}" for difference in differences(*pair)]
     return found

@@ -66,6 +66,12 @@ class Validation(Callback):
         # saved after an epoch's last step and not gone on to its end: Lightning takes that epoch as ended
         if self._epochs_before is not None and self._epochs_before < trainer.current_epoch:
             self._end_epoch(trainer, module, trainer.current_epoch)
+        loop = trainer.fit_loop
+        progress: Any = loop.epoch_progress.current
+        if loop.restarted_mid_epoch and progress.processed == progress.started:
+            # It would take the epoch that begins now for the one that was broken off, and not count it as begun: a
+            # second resume, from within it, would then begin that epoch again.
+            loop.reset_restart_stage()
 
     def on_train_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self._end_epoch(trainer, module, trainer.current_epoch + 1)
