@@ -12,6 +12,7 @@ from vlretrieval.model.hugging_face_tower import HuggingFaceTower
 from vlretrieval.model.on_top import OnTop
 from vlretrieval.model.retrieval_model import RetrievalModel
 from vlretrieval.model.timm_tower import TimmTower
+from vlretrieval.training.chunks import recomputed
 from vlretrieval.training.momentum import Momentum, MomentumEncoder
 from vlretrieval.training.objective import Objective
 from vlretrieval.training.optimization import parameter_groups
@@ -124,3 +125,15 @@ def test_an_adapter_whose_second_matrix_is_nought_is_no_dead_part() -> None:
     assert not without_gradient(adapters)
     adapters.zero_grad()
     assert without_gradient(adapters)
+
+
+def test_a_chunk_s_statistics_are_counted_once_though_it_is_computed_twice() -> None:
+    pixels = torch.randint(0, 256, (6, 3, 64, 64), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
+    plain, cached = model(depth=0).train(), model(depth=0).train()
+    for run in (slice(0, 3), slice(3, 6)):
+        plain.encode_image(pixels[run])
+    recomputed(cached.encode_image, 3, pixels, model=cached).embedding.square().sum().backward()
+    assert any("running_mean" in name for name, _ in plain.named_buffers())
+    for (name, expected), (_, got) in zip(plain.named_buffers(), cached.named_buffers(), strict=True):
+        torch.testing.assert_close(got, expected, msg=name)
+    assert {m.momentum for m in cached.modules() if isinstance(m, nn.BatchNorm2d)} == {0.1}

@@ -48,7 +48,7 @@ def test_with_dropout_the_second_pass_repeats_the_first(monkeypatch, share):
     model, batch = tiny_model(dropout=0.3, patch_dropout=0.5), tiny_batch(images=TWO_CAPTIONS_OF_ONE)
     cached = step(model, batch, chunk=3, matching_share=share)
 
-    def kept(function, size, *rows):
+    def kept(function, size, *rows, model):
         parts = [function(*(tensor[run] for tensor in rows)) for run in chunks.runs(len(rows[0]), size)]
         mask = None if parts[0].mask is None else torch.cat([p.mask for p in parts])
         return Encoded(torch.cat([p.embedding for p in parts]), torch.cat([p.tokens for p in parts]), mask)

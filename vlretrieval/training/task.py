@@ -143,7 +143,7 @@ class RetrievalTask(pl.LightningModule):
         if batch.pixels is None:
             image = image_of(self.model, batch)
         else:
-            image = recomputed(self.model.encode_image, self.objective.chunk, batch.pixels)
+            image = recomputed(self.model.encode_image, self.objective.chunk, batch.pixels, model=self.model)
         text, negatives, negative_valid = self._encode_texts(batch)
         image_ids, caption_ids = gather_rows(batch.image_ids), gather_rows(batch.caption_ids)
         matching = self.objective.matches(self.model, self.progress)
@@ -177,13 +177,13 @@ class RetrievalTask(pl.LightningModule):
             buckets = self.objective.length_buckets
             return text_of(self.model, batch, buckets), *negatives_of(self.model, batch.negatives, matched, buckets)
         if batch.negative_token_ids is None or batch.negative_token_mask is None or unused:
-            return recomputed(encode, self.objective.chunk, own, batch.token_mask), None, None
+            return recomputed(encode, self.objective.chunk, own, batch.token_mask, model=self.model), None, None
         matched = self.objective.matched(len(own))
         wrong, wrong_mask = batch.negative_token_ids[:matched], batch.negative_token_mask[:matched]
         length = max(own.shape[1], wrong.shape[2])
         ids = torch.cat([F.pad(t, (0, length - t.shape[1])) for t in (own, wrong.flatten(0, 1))])
         mask = torch.cat([F.pad(m, (0, length - m.shape[1])) for m in (batch.token_mask, wrong_mask.flatten(0, 1))])
-        encoded = recomputed(encode, self.objective.chunk, ids, mask)
+        encoded = recomputed(encode, self.objective.chunk, ids, mask, model=self.model)
         return encoded.part(slice(0, len(own))), encoded.part(slice(len(own), None)), wrong_mask.any(-1)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
