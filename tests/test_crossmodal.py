@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from vlretrieval.model.crossmodal import CrossModal, CrossModalHead, Encoded, Kept
+from vlretrieval.model.crossmodal import CrossModal, CrossModalHead
+from vlretrieval.model.encoded import Encoded, Kept
 from vlretrieval.model.retrieval_model import RetrievalModel
 
 TEXT_DIM, IMAGE_DIM, PATCHES, LENGTH = 16, 20, 9, 6

@@ -144,6 +144,14 @@ def test_examples_maps_are_the_recorded_ones_by_words(found: Findings) -> None:
     assert 0 < example.telling_word < len(example.words) - 1
 
 
+def test_image_to_text_heads_alone_tell_how_many_patches_a_picture_has(tmp_path: Path) -> None:
+    """No layer has the picture's patches as keys: those of the image encoder are not there, and text queries none."""
+    model = heads_model(crossmodal__text_to_image=0, image_encoder__depth=0)
+    found = findings(model, plan=Plan(pictures=8, examples=1, ablation=Ablation(pictures=0)))
+    assert found.examples[0].side == 3
+    assert {path.stem for path in write_pictures(found, tmp_path)} >= {"example_1_heads"}
+
+
 def test_pictures_are_written_and_not_empty(found: Findings, tmp_path: Path) -> None:
     paths = write_pictures(found, tmp_path, [(1, found), (2, found)])
     names = {path.stem for path in paths}

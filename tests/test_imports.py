@@ -29,8 +29,8 @@ MAY_IMPORT = {
 }
 # The floors of the model, lowest first: a file imports only files above it in this list.
 FLOORS = [
-    "positions attention",
-    "transformer seeding",
+    "positions attention modes",
+    "transformer seeding encoded",
     "encoders lora",
     "timm_tower hugging_face_tower open_clip_towers crossmodal",
     "on_top",

@@ -236,7 +236,7 @@ def test_without_blocks_and_cross_modal_heads_tokens_are_neither_computed_nor_tr
     model = RetrievalModel(image, text, embed_dim=8)
     pictures, captions = model.encode_image(pixels(64)), model.encode_text(token_ids, token_mask)
     assert pictures.tokens.shape[1] == captions.tokens.shape[1] == captions.mask.shape[1] == 0
-    chunked = recomputed(lambda *rows: encode_text(model, *rows, buckets=2), 2, token_ids, token_mask)
+    chunked = recomputed(lambda *rows: encode_text(model, *rows, buckets=2), 2, token_ids, token_mask, model=model)
     torch.testing.assert_close(chunked.embedding, captions.embedding)
     assert torch.equal(image(pixels(64)).pooled, expected[0]) and torch.equal(
         text(token_ids, token_mask).pooled, expected[1]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -13,12 +15,14 @@ from vlretrieval.model.on_top import OnTop
 from vlretrieval.model.retrieval_model import RetrievalModel
 from vlretrieval.model.timm_tower import TimmTower
 from vlretrieval.training.chunks import recomputed
+from vlretrieval.training.layers import layers_above
 from vlretrieval.training.momentum import Momentum, MomentumEncoder
 from vlretrieval.training.objective import Objective
 from vlretrieval.training.optimization import parameter_groups
 from vlretrieval.training.task import RetrievalTask
 from vlretrieval.training.watch.sanity import without_gradient
 
+timm = pytest.importorskip("timm")
 BERT = {
     "model_type": "bert",
     "vocab_size": 60,
@@ -48,14 +52,6 @@ def test_looking_at_a_model_leaves_every_part_in_the_mode_it_was_in() -> None:
     with evaluating(task.model):
         assert not any(module.training for module in task.model.modules())
     assert {name: module.training for name, module in task.named_modules()} == before
-
-
-def test_a_tower_of_hugging_face_s_starts_in_training_mode(tmp_path) -> None:
-    transformers = pytest.importorskip("transformers")
-    given = {name: value for name, value in BERT.items() if name != "model_type"}
-    transformers.BertModel(transformers.BertConfig(**given)).save_pretrained(tmp_path)
-    tower = HuggingFaceTower(str(tmp_path), vocab_size=60, context_length=32)
-    assert all(module.training for module in tower.modules())
 
 
 def test_a_run_starts_with_every_part_training_but_the_frozen_ones() -> None:
@@ -105,6 +101,25 @@ def test_layer_decay_counts_down_through_the_tower_and_spares_what_is_new(image:
         assert tower[top] == 1.0
     for bottom in ("patch_embed.proj.weight", "pos_embed") if image == "test_vit" else ("conv_stem.weight",):
         assert tower[bottom] == 0.5 ** (last + 1)
+
+
+@pytest.mark.parametrize("name, stages", [("resnet18", "layer"), ("convnext_atto", "stages.")])
+def test_stages_of_other_towers_are_timm_s_own(name: str, stages: str) -> None:
+    """Blocks are numbered anew in each of their stages, which a pattern over names took for the depth."""
+    with torch.device("meta"):
+        tower = nn.ModuleDict({"image_encoder": nn.ModuleDict({"base": nn.Module()})})
+        tower["image_encoder"]["base"].model = timm.create_model(name, num_classes=0)
+    tower["image_encoder"]["base"].layer_numbers = lambda: TimmTower.layer_numbers(tower["image_encoder"]["base"])
+    above = layers_above(tower, "image_encoder")
+    of_stage: dict[str, set[int]] = {}
+    for parameter, layers in above.items():
+        found = re.search(rf"base\.model\.{re.escape(stages)}(\d)\.", parameter)
+        of_stage.setdefault(found[1] if found else "", set()).add(layers)
+    depths = [sorted(of_stage[stage]) for stage in sorted(of_stage) if stage]
+    top = depths[-1][0]
+    assert depths == [[top + 3], [top + 2], [top + 1], [top]]
+    stem = "stem.0.weight" if name == "convnext_atto" else "conv1.weight"
+    assert above[f"image_encoder.base.model.{stem}"] == top + 4
 
 
 def test_what_is_looked_up_in_a_tower_is_not_decayed() -> None:

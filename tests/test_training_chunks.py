@@ -9,8 +9,8 @@ import torch
 from tiny_training import tiny_batch, tiny_model
 
 from vlretrieval import losses
-from vlretrieval.model.crossmodal import Encoded
-from vlretrieval.training import chunks, objective, task
+from vlretrieval.model.encoded import Encoded
+from vlretrieval.training import chunks, matching, task
 from vlretrieval.training.objective import Objective
 from vlretrieval.training.task import RetrievalTask
 
@@ -55,7 +55,7 @@ def test_with_dropout_the_second_pass_repeats_the_first(monkeypatch, share):
 
     monkeypatch.setattr(task, "recomputed", kept)
     monkeypatch.setattr(
-        objective, "recomputed_logits", lambda f, rows, size: torch.cat([f(r) for r in chunks.runs(rows, size)])
+        matching, "recomputed_logits", lambda f, rows, size: torch.cat([f(r) for r in chunks.runs(rows, size)])
     )
     assert_equal(step(model, batch, chunk=3, matching_share=share), cached)
     without = step(tiny_model(), batch, chunk=3, matching_share=share)

@@ -10,7 +10,8 @@ import torch
 from tiny_training import config, tiny_batch, tiny_model
 
 from vlretrieval import losses
-from vlretrieval.training.objective import Objective, matching_logits
+from vlretrieval.training.matching import matching_logits
+from vlretrieval.training.objective import Objective
 from vlretrieval.training.task import RetrievalTask
 
 

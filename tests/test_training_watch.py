@@ -218,6 +218,15 @@ def test_check_passes_a_model_that_learns_names_one_that_does_not_and_writes_not
     assert list(tmp_path.iterdir()) == []
 
 
+def test_check_asks_nothing_of_a_contrastive_loss_against_a_queue_of_the_one_batch(tmp_path, monkeypatch):
+    monkeypatch.setattr(watch_check, "PAIRS", 8)
+    monkeypatch.setattr(watch_check, "ENOUGH", 0.6)
+    found = fit.check(config(tmp_path / "run", "optimizer.lr=0.01", "loss=momentum"))
+    assert [str(finding) for finding in found if not finding.good] == []
+    assert not any("contrastive loss" in finding.seen for finding in found)
+    assert any("matching loss" in finding.seen for finding in found)
+
+
 def test_the_command_prints_a_line_each_and_its_status_tells(run_command, tmp_path, monkeypatch):
     found = [sanity.Finding("scale 14"), sanity.Finding("loss 4 -> 4", "look")]
     monkeypatch.setattr(fit, "check", lambda cfg: found)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from vlretrieval.data.splits import HardNegatives, Split
 from vlretrieval.data.tokenizers import BpeTokenizer
 from vlretrieval.data.transforms import EvalTransform
-from vlretrieval.model.crossmodal import Encoded
+from vlretrieval.model.encoded import Encoded
 
 WORDS = ("red", "green", "blue", "small", "large", "circle", "square", "above", "below", "left")
 

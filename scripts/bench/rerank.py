@@ -33,7 +33,8 @@ from timing import Work, paired
 from torch import Tensor
 
 from vlretrieval.deploy.index.made import flat, parts_of, unflat
-from vlretrieval.model.crossmodal import CrossModal, CrossModalHead, Encoded
+from vlretrieval.model.crossmodal import CrossModal, CrossModalHead
+from vlretrieval.model.encoded import Encoded
 
 DIM, HEADS, PATCHES, LENGTH, SHORTLIST = 256, 4, 65, 14, 32  # 14 tokens: the mean of real captions
 CPU = torch.device("cpu")

@@ -310,7 +310,7 @@ def differences_of_runs(whole: Path, run: Path) -> list[str]:
     found = []
     # A run that was killed between its last save and the validation after it makes up for that when it is resumed, and
     # has nothing more to save: its last checkpoint does not say so.
-    validated_later = f"step-{STEPS:08d}.ckpt" in text_of(run / "train.log")
+    validated_later = re.search(rf"going on from \S+step-{STEPS:08d}", text_of(run / "train.log")) is not None
     for name in (f"step-{STEPS:08d}.ckpt", "best.ckpt", "last.ckpt"):
         try:
             pair = [torch.load(folder / "checkpoints" / name, weights_only=True) for folder in (whole, run)]

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from vlretrieval.data.tokenizers import Tokenizer, tokenizer_hash
-from vlretrieval.model.crossmodal import Encoded
+from vlretrieval.model.encoded import Encoded
 
 Measure = Callable[[Any], dict[str, Any]]  # a model -> the figures of vlretrieval.evaluation.evaluate
 SHORTLIST, QUERIES, LARGER, ROUNDS = 16, 100, 16, 15

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from vlretrieval.model.attention import KeyValue, MultiHeadAttention
-from vlretrieval.model.crossmodal import CrossModal, CrossModalHead, Encoded
+from vlretrieval.model.crossmodal import CrossModal, CrossModalHead
+from vlretrieval.model.encoded import Encoded
 from vlretrieval.model.retrieval_model import RetrievalModel
 from vlretrieval.model.transformer import Block, pool_tokens
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from vlretrieval.data.tokenizers import ClipTokenizer, Tokenizer
 from vlretrieval.deploy.export_open_clip import Normalise, OpenClipParts, embedded
 from vlretrieval.deploy.export_precision import HALF, stored
-from vlretrieval.model.crossmodal import Encoded
+from vlretrieval.model.encoded import Encoded
 
 # Settings of open_clip's towers that CLIPModel has a place for; every other must be at its default.
 VISION = {"layers", "width", "head_width", "mlp_ratio", "patch_size", "image_size", "patch_dropout", "output_tokens"}

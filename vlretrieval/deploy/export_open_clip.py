@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from vlretrieval.deploy.export_precision import stored
-from vlretrieval.model.crossmodal import Encoded
+from vlretrieval.model.encoded import Encoded
 
 CONFIG, WEIGHTS = "open_clip_config.json", "open_clip_model.safetensors"
 RESIZE = {"squash": "squash", "crop": "shortest", "pad": "longest"}  # our words for it, and open_clip's

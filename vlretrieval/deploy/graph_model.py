@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from vlretrieval.model.attention import KeyValue
-from vlretrieval.model.crossmodal import Encoded, Kept
+from vlretrieval.model.encoded import Encoded, Kept
 
 Run = Callable[[Sequence[Tensor]], list[Tensor]]  # inputs of a graph in order -> its outputs in order
 

@@ -21,7 +21,7 @@ from vlretrieval.data.tokenizers import Tokenizer, pad, tokenizer_from_dict
 from vlretrieval.data.transforms import eval_transform
 from vlretrieval.deploy.build import build_model
 from vlretrieval.deploy.checkpoint import load_weights
-from vlretrieval.model.crossmodal import Encoded
+from vlretrieval.model.encoded import Encoded
 from vlretrieval.model.retrieval_model import RetrievalModel
 
 WEIGHTS, CONFIG, TOKENIZER, MANIFEST, CARD = (

@@ -19,7 +19,8 @@ from vlretrieval.evaluation.inputs import Inputs, by_length, in_order
 from vlretrieval.evaluation.keep import room_for
 from vlretrieval.evaluation.sharing import Processes
 from vlretrieval.metrics.scores import Embeddings, IntArray, row_norms
-from vlretrieval.model.crossmodal import Encoded
+from vlretrieval.model.encoded import Encoded
+from vlretrieval.model.modes import modes_kept
 
 log = logging.getLogger(__name__)
 
@@ -100,22 +101,17 @@ def evaluating(model: nn.Module, precision: str = "float32") -> Iterator[torch.d
         log.warning(
             "precision=%s on a CPU is 5 to 15 times slower than float32 where it has no units for it", precision
         )
-    # of each module: frozen parts are in evaluation mode while the model around them trains
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with (
-            torch.inference_mode(),
-            torch.autocast(
-                device.type,
-                enabled=precision != "float32",
-                dtype=getattr(torch, precision.replace("float32", "bfloat16")),
-            ),
-        ):
-            yield device
-    finally:
-        for module, mode in modes:
-            module.training = mode
+    with (
+        modes_kept(model),
+        torch.inference_mode(),
+        torch.autocast(
+            device.type,
+            enabled=precision != "float32",
+            dtype=getattr(torch, precision.replace("float32", "bfloat16")),
+        ),
+    ):
+        model.eval()
+        yield device
 
 
 def encode_images(

@@ -57,7 +57,6 @@ class HuggingFaceTower(nn.Module):
             raise ValueError(f"context_length={context_length}, but the tower takes {longest} tokens at most")
         self.pool, self.context_length, self.vocab_size = pool, context_length, vocab_size
         self.dim = self.token_dim = int(settings.hidden_size)
-        self.train()  # as any new module; from_pretrained gives a model in evaluation mode, and Lightning keeps modes
 
     def forward(self, token_ids: Tensor, token_mask: Tensor | None = None) -> Hidden:
         """(B, L) ids and (B, L) bool, True on real tokens -> :class:`Hidden` with T = L."""

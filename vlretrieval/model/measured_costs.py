@@ -11,6 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from vlretrieval.model.costs import FLOAT32, Cost
+from vlretrieval.model.modes import modes_kept
 from vlretrieval.model.retrieval_model import RetrievalModel
 
 
@@ -26,8 +27,7 @@ def measured_costs(model: RetrievalModel, image_size: int, text_length: int) -> 
     pixels = torch.zeros(1, 3, image_size, image_size, dtype=torch.uint8, device=device)
     token_ids = torch.ones(1, text_length, dtype=torch.long, device=device)
     mask = torch.ones_like(token_ids, dtype=torch.bool)
-    modes = [(module, module.training) for module in model.modules()]
-    try:
+    with modes_kept(model):
         text_cost, text = _of(model, model.text_encoder, lambda: model.text_encoder(token_ids, mask))
         image_cost, image = _of(model, model.image_encoder, lambda: model.image_encoder(pixels))
         projections = nn.ModuleList([model.image_projection, model.text_projection])
@@ -43,9 +43,6 @@ def measured_costs(model: RetrievalModel, image_size: int, text_length: int) -> 
                 heads.parameters, heads.flops, keeping.flops, heads.activations, kept.nbytes // FLOAT32
             )
         return parts
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 def _of(

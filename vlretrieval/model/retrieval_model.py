@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vlretrieval.model.crossmodal import CrossModal, Encoded, Kept
+from vlretrieval.model.crossmodal import CrossModal
+from vlretrieval.model.encoded import Encoded, Kept
 
 MAX_LOGIT_SCALE = 100.0
 

@@ -107,6 +107,13 @@ class TimmTower(nn.Module):
             tokens = features[:, self.prefix :]
         return Hidden(pooled.flatten(1), tokens, None)
 
+    def layer_numbers(self) -> dict[str, int]:
+        """Parameter name -> its stage or block as timm groups them, 0 the stem; the final norm is of the last one's."""
+        from timm.models import group_parameters
+
+        groups = group_parameters(self.model, self.model.group_matcher(coarse=True), reverse=True)
+        return {f"model.{name}": number for name, number in groups.items()}
+
     def stored(self) -> dict[str, Any]:
         """The arguments that build this tower without its files; a checkpoint brings the weights."""
         return {"pretrained": None, "mean": list(self._mean), "std": list(self._std)}

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
-from vlretrieval.model.crossmodal import Encoded
+from vlretrieval.model.encoded import Encoded
 
 
 def runs(rows: int, size: int) -> Iterator[slice]:
@@ -26,12 +26,13 @@ def runs(rows: int, size: int) -> Iterator[slice]:
     return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
 
 
-def recomputed(
-    function: Callable[..., Encoded], size: int | None, *rows: Tensor, model: nn.Module | None = None
-) -> Encoded:
+def recomputed(function: Callable[..., Encoded], size: int | None, *rows: Tensor, model: nn.Module) -> Encoded:
     """``function(*rows)``, ``size`` rows at a time, computed again in the backward pass; None: all at once.
 
-    The batch norms of ``model`` count each chunk into their running statistics once.
+    Args:
+        function: from tensors of n rows to what ``model`` makes of them.
+        rows: tensors (B, ...).
+        model: its batch norms count each chunk into their running statistics once.
     """
     if size is None:
         return function(*rows)
@@ -53,11 +54,11 @@ def recomputed(
 
 
 @contextmanager
-def statistics_held(model: nn.Module | None) -> Iterator[None]:
+def statistics_held(model: nn.Module) -> Iterator[None]:
     """Within, batch norms in training compute as ever and leave their running statistics alone."""
     norms: list[Any] = [
         module
-        for module in (model.modules() if model is not None else ())
+        for module in model.modules()
         if isinstance(module, _BatchNorm) and module.training and module.track_running_stats
     ]
     before = [(norm.momentum, norm.num_batches_tracked.clone()) for norm in norms]

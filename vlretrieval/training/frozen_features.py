@@ -35,7 +35,7 @@ from vlretrieval.data.tokenizers import Tokenizer
 from vlretrieval.data.transforms import EvalTransform
 from vlretrieval.evaluation.encode import Tell, evaluating, silent
 from vlretrieval.evaluation.towers import answer, check_tower, identity, tower_name
-from vlretrieval.model.crossmodal import Encoded
+from vlretrieval.model.encoded import Encoded
 from vlretrieval.model.retrieval_model import RetrievalModel
 from vlretrieval.training.length_buckets import encode_text, text_from
 

@@ -8,7 +8,7 @@ import torch.distributed.nn.functional as dist_nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from vlretrieval.model.crossmodal import Encoded
+from vlretrieval.model.encoded import Encoded
 
 
 def world() -> tuple[int, int]:

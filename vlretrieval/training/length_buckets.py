@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vlretrieval.model.crossmodal import Encoded, Kept
+from vlretrieval.model.encoded import Encoded, Kept
 from vlretrieval.model.retrieval_model import RetrievalModel
 
 

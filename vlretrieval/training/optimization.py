@@ -13,16 +13,14 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from vlretrieval.training.layers import layers_above
+
 log = logging.getLogger(__name__)
 
 # rows that are looked up by place or number, and enter no product
 LOOKED_UP = re.compile(
     r"(positions|embeddings?)\.weight$|(class_token|type_embedding)$"
     r"|(position_embedding|positional_embedding|pos_embed|cls_token|class_embedding|reg_token)$"  # of pretrained towers
-)
-# what stands above the last block, under this project's names and those of pretrained towers
-ABOVE = re.compile(
-    r"(transformer\.norm|projection|head|ln_post|ln_final|attn_pool|pooler|fc_norm|\.proj$|\.norm\.|\.bn2\.)"
 )
 
 
@@ -59,12 +57,13 @@ def parameter_groups(
             raise ValueError(f"optimizer.{key}.{prefix}: no parameter starts with {prefix!r}; there are {parts}")
         if not any(name.startswith(prefix) for name, _ in named):
             log.info("optimizer.%s.%s has no effect: all of %s is frozen", key, prefix, prefix)
+    above = {prefix: layers_above(model, prefix) for prefix in layer_decay}
     groups: dict[tuple[float, bool, bool], dict[str, Any]] = {}
     for name, parameter in named:
         factor = math.prod(value for prefix, value in rates.items() if name.startswith(prefix))
         for prefix, decay in layer_decay.items():
             if name.startswith(prefix):
-                factor *= decay ** _layers_above(name, prefix, [n for n, _ in model.named_parameters()])
+                factor *= decay ** above[prefix][name]
         decayed = parameter.ndim >= 2 and not LOOKED_UP.search(name)
         # scalars by themselves: they are not sharded, and a fused step takes no mixture of sharded and other tensors
         group = groups.setdefault(
@@ -73,28 +72,6 @@ def parameter_groups(
         )
         group["params"].append(parameter)
     return list(groups.values())
-
-
-def _layers_above(name: str, prefix: str, names: list[str]) -> int:
-    """Blocks above a parameter: 0 for the top block and the final norm, ``depth`` for embeddings.
-
-    Below own attention on a pretrained tower the tower's blocks alone are counted, and what is new is at the top.
-    """
-    base = f"{prefix.removesuffix('.').removesuffix('.base')}.base."
-    tower = [n for n in names if n.startswith(base)]
-    if tower and not name.startswith(base):
-        return 0
-    tower = tower or [n for n in names if n.startswith(prefix)]
-
-    def block(n: str) -> int | None:
-        found = re.search(r"(?:blocks|layers?|resblocks)\.(\d+)\.", n)
-        return int(found.group(1)) if found else None
-
-    depth = 1 + max((b for b in map(block, tower) if b is not None), default=-1)
-    own = block(name)
-    if own is not None:
-        return depth - 1 - own
-    return 0 if ABOVE.search(name) else depth
 
 
 def adamw(

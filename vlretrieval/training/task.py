@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from vlretrieval import losses
 from vlretrieval.data.datasets import Batch
-from vlretrieval.model.crossmodal import Encoded
+from vlretrieval.model.encoded import Encoded
 from vlretrieval.model.retrieval_model import MAX_LOGIT_SCALE, RetrievalModel
 from vlretrieval.training.averaging import WeightAverage
 from vlretrieval.training.chunks import recomputed
@@ -25,7 +25,8 @@ from vlretrieval.training.gather import gather_encoded, gather_rows, over_ranks,
 from vlretrieval.training.length_buckets import encode_text
 from vlretrieval.training.metrics_file import written
 from vlretrieval.training.momentum import MomentumEncoder
-from vlretrieval.training.objective import Objective, Pairs
+from vlretrieval.training.objective import Objective
+from vlretrieval.training.pairs import Pairs
 from vlretrieval.training.sharding import clip_gradients, shard
 
 
@@ -67,7 +68,7 @@ class RetrievalTask(pl.LightningModule):
         self._batches = 0  # begun so far; Lightning's own batch_idx is one behind after a resume in mid-epoch
 
     def on_fit_start(self) -> None:
-        """Every part in training mode but the frozen ones, whatever mode its library left it in."""
+        """Every part in training mode but the frozen ones; Lightning would keep the mode its library left it in."""
         self.train()
 
     def configure_model(self) -> None:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from vlretrieval.data.images import BadImage, open_image
-from vlretrieval.deploy.index.build import thumbnail
+from vlretrieval.deploy.index.look import thumbnail
 from vlretrieval.deploy.index.opened import Found, Hit, Index
 
 SIDE = 224  # pixels of a picture on the contact sheet

@@ -7,28 +7,21 @@ as one that was built in one go.
 
 from __future__ import annotations
 
-import hashlib
-import io
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from PIL import Image
 
-from vlretrieval.data.images import BadImage, open_image
+from vlretrieval.deploy.index.at_hand import Row, Rows
+from vlretrieval.deploy.index.look import Look, Looked, prefetched
 from vlretrieval.deploy.index.made import Settings, flat, made_of, stored
 from vlretrieval.deploy.index.sources import Entry, Source
 from vlretrieval.deploy.index.store import (
     COMMIT,
     KEPT,
-    THUMBS,
-    Array,
     Item,
     Made,
     Writer,
@@ -70,25 +63,6 @@ class Share:
     rank: int = 0
     count: int = 1
     wait: Callable[[], None] = lambda: None
-
-
-@dataclass
-class Row:
-    """A picture that is ready to be appended: its row in each file, and its thumbnail."""
-
-    arrays: dict[str, Array]
-    thumb: bytes | None
-
-
-@dataclass
-class Looked:
-    """A picture as it was read: pixels are there if it must be embedded, a reason if it cannot be."""
-
-    entry: Entry
-    sha256: str = ""
-    pixels: torch.Tensor | None = None
-    thumb: bytes | None = None
-    broken: str | None = None
 
 
 def build(
@@ -260,83 +234,6 @@ def new_content(looked: Sequence[Looked], at_hand: Rows) -> list[Looked]:
     return found
 
 
-class Rows:
-    """Rows by content: those of the index, which grow as it is written, and of parts that other processes made."""
-
-    def __init__(self, writer: Writer, parts: Sequence[Path]) -> None:
-        self._writer, self._made = writer, writer.now.made
-        self._at: dict[str, tuple[Path, Item]] = {}
-        for part in parts:
-            commit = read_commit(part)
-            if commit.made == self._made:
-                for sha256, item in read_state(part, commit).row_by_content().items():
-                    self._at.setdefault(sha256, (part, item))
-        for sha256, item in writer.state.row_by_content().items():
-            self._at[sha256] = (writer.folder, item)
-
-    def __contains__(self, sha256: str) -> bool:
-        return sha256 in self._at
-
-    def remember(self, item: Item) -> None:
-        """A row of this run; from now on it counts as the index's own, and no longer as a part's."""
-        at = self._at.get(item.sha256)
-        if at is None or at[0] != self._writer.folder:
-            self._at[item.sha256] = (self._writer.folder, item)
-
-    def is_own(self, sha256: str) -> bool:
-        """Whether the index itself has the row, and not only a part."""
-        return self._at[sha256][0] == self._writer.folder
-
-    def row(self, sha256: str) -> Row:
-        folder, item = self._at[sha256]
-        self._writer.flush()
-        arrays = {
-            name: np.frombuffer(_read(folder / name, item.row * size, size), dtype=np.uint8)
-            for name, size in self._made.row_bytes().items()
-        }
-        return Row(arrays, None if item.thumb is None else _read(folder / THUMBS, *item.thumb))
-
-
-def _read(path: Path, start: int, size: int) -> bytes:
-    with path.open("rb") as file:
-        file.seek(start)
-        return file.read(size)
-
-
-class Look:
-    """Reads a picture, and decodes it if its content is new."""
-
-    def __init__(self, source: Source, model: LoadedModel, made: Made, at_hand: Rows) -> None:
-        self.source, self.model, self.made, self.at_hand = source, model, made, at_hand
-
-    def __call__(self, entry: Entry) -> Looked:
-        try:
-            entry.id.encode()
-            content = self.source.read(entry.id)
-            looked = Looked(entry, hashlib.sha256(content).hexdigest())
-            if looked.sha256 not in self.at_hand:
-                image = open_image(content, name=entry.id)
-                looked.pixels = self.model.pixels([image])
-                looked.thumb = thumbnail(image, self.made.thumbs) if self.made.thumbs else None
-            return looked
-        except BadImage as error:
-            return Looked(entry, broken=error.reason)
-        except UnicodeEncodeError:  # it could not be printed, nor asked for
-            return Looked(entry, broken="its name is not UTF-8")
-
-
-def prefetched(look: Look, groups: Sequence[Sequence[Entry]]) -> Iterator[list[Looked]]:
-    """Each group looked at, the next one being read while this one is worked on."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with ThreadPoolExecutor(min(8, cores)) as pool:
-        ahead = [pool.submit(look, entry) for entry in groups[0]] if groups else []
-        for number in range(len(groups)):
-            looked = [future.result() for future in ahead]
-            following = groups[number + 1] if number + 1 < len(groups) else []
-            ahead = [pool.submit(look, entry) for entry in following]
-            yield looked
-
-
 def batches(entries: Sequence[Entry], size: int) -> Iterator[Sequence[Entry]]:
     for start in range(0, len(entries), size):
         yield entries[start : start + size]
@@ -356,12 +253,3 @@ def embed(pictures: Sequence[Looked], model: LoadedModel, made: Made) -> dict[st
         one.sha256: Row({name: rows[number] for name, rows in arrays.items()}, one.thumb)
         for number, one in enumerate(pictures)
     }
-
-
-def thumbnail(image: Image.Image, side: int) -> bytes:
-    """A JPEG whose longer side is ``side`` pixels at most."""
-    small = image.copy()
-    small.thumbnail((side, side))
-    buffer = io.BytesIO()
-    small.save(buffer, "JPEG", quality=80)
-    return buffer.getvalue()

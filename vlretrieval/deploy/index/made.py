@@ -16,7 +16,7 @@ from torch import Tensor
 from vlretrieval.deploy.index.store import EMBEDDING_TYPES, EMBEDDINGS, KEPT_TYPES, SCALES, Array, Made
 from vlretrieval.deploy.loaded import CONFIG, MANIFEST, TOKENIZER, WEIGHTS, LoadedModel, read_json
 from vlretrieval.model.attention import KeyValue
-from vlretrieval.model.crossmodal import Kept
+from vlretrieval.model.encoded import Kept
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from vlretrieval.deploy.index.store import (
 )
 from vlretrieval.deploy.loaded import LoadedModel, load_folder
 from vlretrieval.deploy.search import check
-from vlretrieval.model.crossmodal import Encoded, Kept
+from vlretrieval.model.encoded import Encoded, Kept
 
 MATCHED_AT_ONCE = 256  # pairs of one forward pass through the heads
 

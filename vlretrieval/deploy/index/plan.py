@@ -94,7 +94,7 @@ def measured(model: LoadedModel, made: Made, source: Source, ids: Sequence[str])
     """Seconds a picture: to read and decode on one core, and in the model; and bytes of a thumbnail."""
     import os
 
-    from vlretrieval.deploy.index.build import thumbnail
+    from vlretrieval.deploy.index.look import thumbnail
 
     pixels, thumbs, started_at = [], [], time.perf_counter()
     for name in ids:

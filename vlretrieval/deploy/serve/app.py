@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from vlretrieval.data.images import BadImage, open_image
 from vlretrieval.deploy.index.answers import SIDE
-from vlretrieval.deploy.index.build import thumbnail
+from vlretrieval.deploy.index.look import thumbnail
 from vlretrieval.deploy.index.opened import Found, Index
 from vlretrieval.deploy.serve.attention import attention_of
 from vlretrieval.deploy.serve.batching import Batcher, Busy

@@ -7,6 +7,7 @@ files: ``images`` is the folder of COCO's, Visual Genome's or the others' pictur
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,7 @@ class Trial:
     box: tuple[int, int, int, int] | None = None  # left, top, right, bottom
 
 
-class Suite:
+class Suite(ABC):
     """A source made of trials.
 
     Args:
@@ -45,9 +46,9 @@ class Suite:
         if not Path(images).is_dir():
             raise ValueError(f"data.images={images}: no such folder")
 
+    @abstractmethod
     def trials(self) -> Iterator[Trial]:
         """All trials, in the order of the files."""
-        raise NotImplementedError
 
     def split(self, name: str) -> Split:
         """The one split, "test"."""

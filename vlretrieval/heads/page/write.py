@@ -9,8 +9,9 @@ from pathlib import Path
 from vlretrieval.heads.laboratory import Findings
 from vlretrieval.heads.page.alike import alike
 from vlretrieval.heads.page.closing import closing
-from vlretrieval.heads.page.examples_data import data, look
+from vlretrieval.heads.page.data import data
 from vlretrieval.heads.page.figures_table import beside, figures_table
+from vlretrieval.heads.page.look import look
 from vlretrieval.heads.page.mean_maps import mean_maps
 from vlretrieval.heads.page.rule import rule
 from vlretrieval.heads.page.training import evolution_lines
